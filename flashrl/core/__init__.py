@@ -1,0 +1,1 @@
+"""The pure part: torch and attrs, never an engine or a trainer."""

@@ -1,0 +1,76 @@
+"""Every error FlashRL raises on purpose.
+
+One root, and each class is also the built-in that a caller would expect, so both
+``except FlashRLError`` and ``except ValueError`` work.  A message says what failed, what was given,
+what is allowed, and what to do next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AdapterError",
+    "ConfigError",
+    "EngineStateError",
+    "FlashRLError",
+    "MissingDependencyError",
+    "NonFiniteError",
+    "ProfileError",
+    "SchemeError",
+    "ShapeError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "VerificationError",
+    "WeightUpdateError",
+]
+
+
+class FlashRLError(Exception):
+    """Root of every error raised by FlashRL."""
+
+
+class UnknownNameError(FlashRLError, LookupError):
+    """A name (scheme, adapter, preset, parameter) is not known; the message lists those that are."""
+
+
+class SchemeError(FlashRLError, ValueError):
+    """A quantization scheme is inconsistent, or does not fit the layer it is applied to."""
+
+
+class ShapeError(FlashRLError, ValueError):
+    """Tensors disagree in shape, dtype or device."""
+
+
+class NonFiniteError(FlashRLError, ValueError):
+    """A tensor holds NaN or infinity where only finite values make sense."""
+
+
+class ConfigError(FlashRLError, ValueError):
+    """A configuration is invalid; the message lists every fault with its path in the file."""
+
+
+class ProfileError(FlashRLError, ValueError):
+    """A profile is malformed, unsafe to load, or does not belong to the model."""
+
+
+class MissingDependencyError(FlashRLError, ImportError):
+    """A framework is not installed; the message names the extra that brings it."""
+
+
+class AdapterError(FlashRLError, LookupError):
+    """No adapter owns the object, or two distributions claim the same adapter name."""
+
+
+class UnsupportedError(FlashRLError, NotImplementedError):
+    """The engine cannot do what was asked exactly; the message says why and what works instead."""
+
+
+class EngineStateError(FlashRLError, RuntimeError):
+    """The engine is not in a state that allows the call: shut down, asleep, or generating."""
+
+
+class WeightUpdateError(FlashRLError, RuntimeError):
+    """A weight update did not complete; the message says what arrived and what is wrong."""
+
+
+class VerificationError(FlashRLError, RuntimeError):
+    """The engine's weights are not the ones that were pushed; the message names the layers."""
