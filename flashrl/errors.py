@@ -29,7 +29,7 @@ class FlashRLError(Exception):
 
 
 class UnknownNameError(FlashRLError, LookupError):
-    """A name (scheme, adapter, preset, parameter) is not known; the message lists those that are."""
+    """A name (scheme, adapter, preset, parameter) is not known; the message lists the known."""
 
 
 class SchemeError(FlashRLError, ValueError):

@@ -1,0 +1,1 @@
+"""One small package an engine; each adapter is found by its entry point."""
