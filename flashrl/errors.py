@@ -7,6 +7,12 @@ what is allowed, and what to do next.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashrl.core.verify import VerifyReport
+
 __all__ = [
     "AdapterError",
     "ConfigError",
@@ -69,8 +75,37 @@ class EngineStateError(FlashRLError, RuntimeError):
 
 
 class WeightUpdateError(FlashRLError, RuntimeError):
-    """A weight update did not complete; the message says what arrived and what is wrong."""
+    """A weight update did not complete; the message says what arrived and what is wrong.
+
+    Args:
+        message: For people.
+        faults: Why each refused tensor was refused, by the name it was pushed under.
+        missing: Names that never came.
+        arrived: Names that were loaded.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        faults: Mapping[str, str] | None = None,
+        missing: Sequence[str] = (),
+        arrived: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.faults = dict(faults or {})
+        self.missing = tuple(missing)
+        self.arrived = tuple(arrived)
 
 
 class VerificationError(FlashRLError, RuntimeError):
-    """The engine's weights are not the ones that were pushed; the message names the layers."""
+    """The engine's weights are not the ones that were pushed; the message names the layers.
+
+    Args:
+        message: For people.
+        report: The :class:`flashrl.core.verify.VerifyReport` behind it, if one was made.
+    """
+
+    def __init__(self, message: str, *, report: VerifyReport | None = None) -> None:
+        super().__init__(message)
+        self.report = report

@@ -1,4 +1,4 @@
-"""Shared set-up: property tests draw the same examples every time unless a profile says otherwise."""
+"""Shared set-up: property tests draw the same examples unless a profile says otherwise."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class QuantScheme:
             and saturates what has outgrown them.
         targets: Module types or names to quantize; ``re:`` starts a regular expression.
         ignore: Module names to leave alone, in the same language; wins over ``targets``.
-        prune_dead_neurons: Zero the gate and up rows whose scale a profile marks as dead, as the
-            original's ``int8_prune`` did.
+        prune_dead_neurons: Zero the norm channels that every linear behind the norm ignores after
+            quantization, as the original's ``int8_prune`` did.
         kv_cache: ``None`` for the engine's own, or ``"fp8"``.
 
     Raises:
