@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 from flashrl.errors import SchemeError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ALIASES", "PRESETS", "QuantScheme", "get_scheme", "scheme_names"]
 
 _QMAX = {"int": 127.0, "float": 448.0}
-_DTYPE = {"int": torch.int8, "float": torch.float8_e4m3fn}
+_DTYPE = {"int": "int8", "float": "float8_e4m3fn"}
 
 
 def _as_tuple(value: Iterable[str]) -> tuple[str, ...]:
@@ -111,7 +113,10 @@ class QuantScheme:
     @property
     def dtype(self) -> torch.dtype:
         """The 8-bit storage type."""
-        return _DTYPE[self.type]
+        import torch  # only here, so that reading a configuration costs no torch
+
+        dtype: torch.dtype = getattr(torch, _DTYPE[self.type])
+        return dtype
 
     def scale_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
         """Shape of the scale of a weight of ``shape`` [out, in].
