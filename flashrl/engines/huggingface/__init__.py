@@ -1,0 +1,1 @@
+"""The embedded engine: any Hugging Face causal language model, on CPU or GPU."""

@@ -1,0 +1,137 @@
+"""The 8-bit layers: parameters that exist only as the product reads them, and load 16 bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashrl.core.quantize import quantize_into
+from flashrl.core.schemes import QuantScheme
+from flashrl.engines.huggingface.products import choose_product
+
+__all__ = ["QuantizedExperts", "QuantizedLinear", "is_stacked_experts"]
+
+
+class QuantizedLinear(nn.Module):
+    """``y = x Wᵀ + b`` with W and x in 8 bit.
+
+    Args:
+        out_features: Rows of W.
+        in_features: Columns of W.
+        scheme: How W and x are quantized.
+        bias: The linear's own bias parameter, kept as it is.
+        device: Where the 8-bit weight lives.
+
+    Attributes:
+        weight: 8-bit values, [out, in].
+        weight_scale: float32, shaped as the scheme says.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        scheme: QuantScheme,
+        *,
+        bias: nn.Parameter | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = out_features, in_features
+        self.scheme = scheme
+        self.weight = _empty((out_features, in_features), scheme.dtype, device)
+        self.weight_scale = _empty(
+            scheme.scale_shape((out_features, in_features)), torch.float32, device
+        )
+        self.register_parameter("bias", bias)
+        self.product = choose_product(scheme, self.weight)
+
+    def load(self, weight: Tensor, *, smoothing: Tensor | None = None, name: str = "") -> None:
+        """Quantize a 16-bit weight [out, in] into place; see :func:`quantize_into`."""
+        quantize_into(
+            weight,
+            self.weight.data,
+            self.weight_scale.data,
+            scheme=self.scheme,
+            smoothing=smoothing,
+            name=name,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply (..., in) to (..., out), in the dtype of ``x``."""
+        flat = x.reshape(-1, self.in_features)
+        y = self.product.multiply(flat, self.weight, self.weight_scale, self.scheme)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Sizes and scheme, for ``print(model)``."""
+        return f"{self.in_features}, {self.out_features}, scheme={self.scheme.name}"
+
+
+def is_stacked_experts(module: nn.Module) -> bool:
+    """Whether a module holds all its experts in ``gate_up_proj`` and ``down_proj``.
+
+    That is how transformers 5 keeps a gated mixture of experts: [experts, 2 · intermediate,
+    hidden] and [experts, hidden, intermediate].
+    """
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    return (
+        isinstance(gate_up, nn.Parameter)
+        and isinstance(down, nn.Parameter)
+        and gate_up.ndim == down.ndim == 3
+        and gate_up.shape == (down.shape[0], 2 * down.shape[2], down.shape[1])
+        and hasattr(module, "act_fn")
+        and not hasattr(module, "gate_up_proj_bias")
+    )
+
+
+class QuantizedExperts(nn.ModuleList):
+    """A gated mixture of experts whose linears are 8-bit; expert e is child ``e``.
+
+    Args:
+        experts: The 16-bit module, see :func:`is_stacked_experts`.
+        scheme: How weights and activations are quantized.
+    """
+
+    def __init__(self, experts: nn.Module, scheme: QuantScheme) -> None:
+        down = experts.down_proj
+        assert isinstance(down, nn.Parameter)  # is_stacked_experts was asked
+        num_experts, hidden, intermediate = down.shape
+        super().__init__(
+            nn.ModuleDict(
+                {
+                    "gate_proj": QuantizedLinear(intermediate, hidden, scheme, device=down.device),
+                    "up_proj": QuantizedLinear(intermediate, hidden, scheme, device=down.device),
+                    "down_proj": QuantizedLinear(hidden, intermediate, scheme, device=down.device),
+                }
+            )
+            for _ in range(num_experts)
+        )
+        self.act_fn = experts.act_fn
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Weighted sum of each token's experts.
+
+        Args:
+            hidden_states: (tokens, hidden).
+            top_k_index: Chosen experts, (tokens, k).
+            top_k_weights: Their weights, (tokens, k).
+
+        Returns:
+            (tokens, hidden).
+        """
+        result = torch.zeros_like(hidden_states)
+        for index in top_k_index.unique().tolist():
+            expert = self[index]
+            tokens, position = torch.where(top_k_index == index)
+            states = hidden_states[tokens]
+            gated = self.act_fn(expert["gate_proj"](states)) * expert["up_proj"](states)
+            output = expert["down_proj"](gated) * top_k_weights[tokens, position, None]
+            result.index_add_(0, tokens, output.to(result.dtype))
+        return result
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
