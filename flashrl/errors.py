@@ -21,6 +21,7 @@ __all__ = [
     "MissingDependencyError",
     "NonFiniteError",
     "ProfileError",
+    "RolloutError",
     "SchemeError",
     "ShapeError",
     "UnknownNameError",
@@ -56,6 +57,10 @@ class ConfigError(FlashRLError, ValueError):
 
 class ProfileError(FlashRLError, ValueError):
     """A profile is malformed, unsafe to load, or does not belong to the model."""
+
+
+class RolloutError(FlashRLError, ValueError):
+    """A rollout is incomplete or contradicts itself: missing log-probabilities, unknown tokens."""
 
 
 class MissingDependencyError(FlashRLError, ImportError):
