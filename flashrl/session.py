@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashrl.core import registry
 from flashrl.core.interfaces import (
@@ -16,7 +16,6 @@ from flashrl.core.interfaces import (
     NamedTensors,
     RolloutEngine,
 )
-from flashrl.core.profiles import Profile
 from flashrl.core.rollouts import Rollout, SamplingParams
 from flashrl.core.schemes import QuantScheme, get_scheme
 from flashrl.core.updates import UpdateLedger
@@ -28,6 +27,9 @@ from flashrl.errors import (
     VerificationError,
     WeightUpdateError,
 )
+
+if TYPE_CHECKING:
+    from flashrl.core.profiles import Profile
 
 __all__ = ["Session", "WeightUpdate", "attach", "launch_args"]
 
@@ -133,7 +135,13 @@ class Session:
         """What the engine can do."""
         return self.engine.capabilities
 
-    def update_weights(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
+    def update_weights(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: int | None = None,
+        lora_scale: float | None = None,
+    ) -> None:
         """Push a full set of 16-bit weights; the engine quantizes them in place.
 
         Args:
@@ -141,6 +149,7 @@ class Session:
                 tensor (fp32, bf16 or fp16), in any order.  Trainers' wrapper prefixes are
                 stripped and sharded tensors gathered.
             version: The weight version; the next integer without it.
+            lora_scale: alpha / rank, where LoRA factors are among them and are to be merged.
 
         Raises:
             WeightUpdateError: A name is unknown, a shape or dtype does not fit, a tensor is not
@@ -148,7 +157,7 @@ class Session:
             EngineStateError: The engine cannot take weights now.
         """
         with self.update(version=version) as update:
-            update.push(named_tensors)
+            update.push(named_tensors, lora_scale=lora_scale)
 
     @contextmanager
     def update(self, *, version: int | None = None) -> Iterator[WeightUpdate]:
@@ -198,7 +207,7 @@ class Session:
             reference = compute_expected(name, tensor, expected[name])
             comparisons.append(compare(name, actual, reference, expected[name]))
         ledger.finish()
-        report = VerifyReport(version=self.version, comparisons=comparisons)
+        report = VerifyReport(version=self.version, comparisons=tuple(comparisons))
         report.raise_for_mismatch()
         return report
 
@@ -269,16 +278,18 @@ class WeightUpdate:
         self._ledger = ledger
         self.version = version
 
-    def push(self, named_tensors: NamedTensors) -> None:
+    def push(self, named_tensors: NamedTensors, *, lora_scale: float | None = None) -> None:
         """Load some of the weights; faults are kept until the update ends.
 
         Args:
             named_tensors: Names and tensors, in any order; their memory may be reused afterwards.
+            lora_scale: As for :meth:`Session.update_weights`.
 
         Raises:
             EngineStateError: The engine cannot take weights now.
         """
+        admitted = self._ledger.admit(named_tensors, lora_scale=lora_scale)
         try:
-            self._engine.update_weights(self._ledger.admit(named_tensors), version=self.version)
+            self._engine.update_weights(admitted, version=self.version)
         except WeightUpdateError as refused:
             self._ledger.refuse(refused.faults)

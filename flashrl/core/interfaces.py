@@ -8,15 +8,17 @@ Nothing here names an engine or a trainer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 import torch
 
-from flashrl.core.profiles import Profile
 from flashrl.core.rollouts import Rollout, SamplingParams
 from flashrl.core.schemes import QuantScheme
+from flashrl.core.viability import Viability
+
+if TYPE_CHECKING:
+    from flashrl.core.profiles import Profile
 
 __all__ = [
     "AttachedEngine",
@@ -34,21 +36,6 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @attrs.frozen(kw_only=True)
-class Viability:
-    """Whether an adapter can work here.
-
-    Args:
-        ok: True when everything it needs is installed.
-        reason: Why not, and what to install; empty when ``ok``.
-        versions: Version of each distribution that was looked at.
-    """
-
-    ok: bool
-    reason: str = ""
-    versions: Mapping[str, str] = MappingProxyType({})
-
-
-@attrs.frozen(kw_only=True)
 class Capabilities:
     """What an attached engine can do; asked here, never probed.
 
@@ -63,8 +50,8 @@ class Capabilities:
         detaches: :meth:`AttachedEngine.detach` gives the 16-bit engine back.
     """
 
-    schemes: tuple[str, ...] = attrs.field(converter=tuple)
-    exact_log_probs: frozenset[str] = attrs.field(converter=frozenset)
+    schemes: tuple[str, ...]
+    exact_log_probs: frozenset[str]
     generates: bool = False
     static_scales: bool = False
     smoothing: bool = False
@@ -85,11 +72,11 @@ class WeightInfo:
         aliases: Other names of the same storage, such as a tied ``lm_head.weight``.
     """
 
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...]
     dtype: torch.dtype
     scheme: QuantScheme | None = None
     num_input_shards: int = 1
-    aliases: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    aliases: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -129,7 +116,11 @@ class AttachedEngine(Protocol):
         ...
 
     def detach(self) -> None:
-        """Give the engine back as it was, with the newest weights it can restore."""
+        """Give the engine back in 16 bit, with the newest weights it can restore.
+
+        Raises:
+            UnsupportedError: The engine cannot go back.
+        """
         ...
 
 

@@ -9,7 +9,8 @@ import attrs
 import torch
 
 from flashrl.core.interfaces import NamedTensors, WeightInfo
-from flashrl.core.names import normalize
+from flashrl.core.names import NameIndex
+from flashrl.core.pushes import checkpoint_tensors
 from flashrl.errors import FlashRLError, WeightUpdateError
 
 __all__ = ["UpdateLedger", "load_each"]
@@ -31,26 +32,30 @@ class UpdateLedger:
     expected: Mapping[str, WeightInfo]
     arrived: set[str] = attrs.field(factory=set, init=False)
     faults: dict[str, str] = attrs.field(factory=dict, init=False)
-    _by_alias: dict[str, str] = attrs.field(factory=dict, init=False)
+    _index: NameIndex = attrs.field(init=False)
+    _by_alias: dict[str, str] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._by_alias = {
             alias: name for name, info in self.expected.items() for alias in info.aliases
         }
+        self._index = NameIndex((*self.expected, *self._by_alias))
 
-    def admit(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def admit(
+        self, named_tensors: NamedTensors, *, lora_scale: float | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that fit, under the engine's names; note the others as faults.
 
-        A sharded tensor (one with ``full_tensor()``) is gathered.
+        Args:
+            named_tensors: As the trainer has them; see :func:`checkpoint_tensors`.
+            lora_scale: alpha / rank, where LoRA factors are to be merged.
         """
-        for raw_name, raw_tensor in named_tensors:
-            name = normalize(raw_name)
-            name = self._by_alias.get(name, name)
-            tensor = raw_tensor.detach()
-            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for raw_name, tensor in checkpoint_tensors(named_tensors, lora_scale=lora_scale):
+            found = self._index.find(raw_name) or raw_name
+            name = self._by_alias.get(found, found)
             fault = self._fault(name, tensor)
             if fault:
-                self.faults[raw_name] = fault
+                self.faults[name] = fault
                 continue
             self.arrived.add(name)
             yield name, tensor

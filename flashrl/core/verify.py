@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 import torch
 
 from flashrl.core.interfaces import WeightInfo
-from flashrl.core.profiles import Profile
 from flashrl.core.quantize import dequantize, quantize_into
 from flashrl.core.schemes import QuantScheme
 from flashrl.errors import VerificationError
+
+if TYPE_CHECKING:
+    from flashrl.core.profiles import Profile
 
 __all__ = ["Comparison", "VerifyReport", "compare", "compute_expected"]
 
@@ -43,7 +47,7 @@ class VerifyReport:
     """
 
     version: int | None
-    comparisons: tuple[Comparison, ...] = attrs.field(converter=tuple)
+    comparisons: tuple[Comparison, ...]
 
     @property
     def ok(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,8 @@ class QuantizedLinear(nn.Module):
         weight: 8-bit values, [out, in].
         weight_scale: float32, shaped as the scheme says.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -87,8 +91,10 @@ def is_stacked_experts(module: nn.Module) -> bool:
     )
 
 
-class QuantizedExperts(nn.ModuleList):
+class QuantizedExperts(nn.Module):
     """A gated mixture of experts whose linears are 8-bit; expert e is child ``e``.
+
+    So ``3.gate_proj.weight`` is the name of a weight here as it is in the checkpoint.
 
     Args:
         experts: The 16-bit module, see :func:`is_stacked_experts`.
@@ -96,20 +102,24 @@ class QuantizedExperts(nn.ModuleList):
     """
 
     def __init__(self, experts: nn.Module, scheme: QuantScheme) -> None:
+        super().__init__()
         down = experts.down_proj
         assert isinstance(down, nn.Parameter)  # is_stacked_experts was asked
-        num_experts, hidden, intermediate = down.shape
-        super().__init__(
-            nn.ModuleDict(
-                {
-                    "gate_proj": QuantizedLinear(intermediate, hidden, scheme, device=down.device),
-                    "up_proj": QuantizedLinear(intermediate, hidden, scheme, device=down.device),
-                    "down_proj": QuantizedLinear(hidden, intermediate, scheme, device=down.device),
-                }
-            )
-            for _ in range(num_experts)
-        )
-        self.act_fn = experts.act_fn
+        self.num_experts, hidden, intermediate = down.shape
+        self.act_fn = cast(nn.Module, experts.act_fn)
+        for index in range(self.num_experts):
+            expert = nn.Module()
+            expert.gate_proj = QuantizedLinear(intermediate, hidden, scheme, device=down.device)
+            expert.up_proj = QuantizedLinear(intermediate, hidden, scheme, device=down.device)
+            expert.down_proj = QuantizedLinear(hidden, intermediate, scheme, device=down.device)
+            self.add_module(str(index), expert)
+
+    def linears(self, projection: str) -> list[QuantizedLinear]:
+        """Every expert's ``"gate_proj"``, ``"up_proj"`` or ``"down_proj"``."""
+        return [
+            cast(QuantizedLinear, self.get_submodule(f"{index}.{projection}"))
+            for index in range(self.num_experts)
+        ]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of each token's experts.
@@ -122,13 +132,13 @@ class QuantizedExperts(nn.ModuleList):
         Returns:
             (tokens, hidden).
         """
+        gates, ups, downs = map(self.linears, ("gate_proj", "up_proj", "down_proj"))
         result = torch.zeros_like(hidden_states)
-        for index in top_k_index.unique().tolist():
-            expert = self[index]
+        for index in sorted(set(top_k_index.flatten().tolist())):
             tokens, position = torch.where(top_k_index == index)
             states = hidden_states[tokens]
-            gated = self.act_fn(expert["gate_proj"](states)) * expert["up_proj"](states)
-            output = expert["down_proj"](gated) * top_k_weights[tokens, position, None]
+            gated = self.act_fn(gates[index](states)) * ups[index](states)
+            output = downs[index](gated) * top_k_weights[tokens, position, None]
             result.index_add_(0, tokens, output.to(result.dtype))
         return result
 

@@ -1,0 +1,67 @@
+"""The adapter: knows a Hugging Face model when it sees one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from flashrl.core.viability import Viability
+from flashrl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from flashrl.core.profiles import Profile
+    from flashrl.core.schemes import QuantScheme
+    from flashrl.engines.huggingface.attached import AttachedModel
+
+__all__ = ["HuggingFaceAdapter"]
+
+
+class HuggingFaceAdapter:
+    """Makes any causal language model of transformers an engine, on CPU or GPU."""
+
+    name = "huggingface"
+
+    def check(self) -> Viability:
+        """Whether transformers is installed."""
+        try:
+            version = metadata.version("transformers")
+        except metadata.PackageNotFoundError:
+            return Viability(
+                ok=False,
+                reason="transformers is not installed; pip install 'flashrl[huggingface]'",
+            )
+        return Viability(ok=True, versions={"transformers": version})
+
+    def owns(self, engine: object) -> bool:
+        """Whether it is a transformers model; told by its class, so nothing is imported."""
+        return any(
+            kind.__name__ == "PreTrainedModel" and kind.__module__.split(".")[0] == "transformers"
+            for kind in type(engine).__mro__
+        )
+
+    def launch_args(
+        self, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> Mapping[str, Any]:
+        """Not how this engine starts.
+
+        Raises:
+            UnsupportedError: Always; the message says what to do.
+        """
+        raise UnsupportedError(
+            "the embedded engine is a model that is already loaded; load it with "
+            "AutoModelForCausalLM.from_pretrained(...) and call flashrl.attach(model, "
+            f"scheme={scheme.name!r})"
+        )
+
+    def attach(
+        self, engine: Any, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> AttachedModel:
+        """Replace the model's linears by 8-bit ones, in place.
+
+        Raises:
+            SchemeError: The scheme fits no layer of the model.
+        """
+        from flashrl.engines.huggingface.attached import AttachedModel
+
+        return AttachedModel(engine, scheme, profile=profile)
