@@ -163,6 +163,10 @@ def fused_name(module_name: str, fused: Mapping[str, Sequence[str]] = FUSED) -> 
     return None
 
 
+def _as_tuple(texts: str | Iterable[str]) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
 @attrs.frozen
 class NameIndex:
     """Finds the known spelling of a name, whatever wrappers or multimodal prefix it came with.
@@ -176,7 +180,7 @@ class NameIndex:
         'model.language_model.norm.weight'
     """
 
-    names: tuple[str, ...] = attrs.field(converter=tuple)
+    names: tuple[str, ...] = attrs.field(converter=_as_tuple)
     _spelling: dict[str, str] = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -219,10 +223,6 @@ class NameIndex:
         spellings = dict.fromkeys(self._spelling[key] for key in close)
         hint = f"did you mean {' or '.join(spellings)}?" if close else "nothing is close"
         return f"{name} ({hint})"
-
-
-def _as_tuple(texts: str | Iterable[str]) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 @attrs.frozen(kw_only=True)
