@@ -9,15 +9,15 @@ The steps and their order are vLLM's (V1 sampler, 0.24 to 0.32):
 5. min-p
 6. top-k: a token that ties with the k-th stays, so more than k can survive
 7. top-p, over what is left, renormalised: the most likely tokens until their mass reaches p; of
-   tokens that tie, the one with the higher id comes first
+   tokens that tie, the one with the lower id comes first
 
 At temperature 0 the choice is greedy and steps 4 to 7 do nothing.
 
 Where others differ: SGLang applies the penalties before the bias, counts only the response for the
 repetition penalty, cuts top-k at exactly k and measures p against the mass before top-k.
-Transformers counts padding as prompt for the repetition penalty and applies min-p last.  Fused GPU
-kernels break ties at the edge of top-p as they please.  A token at an edge is therefore the one
-place where two engines that agree on the logits can disagree on the support.
+Transformers counts padding as prompt for the repetition penalty and applies min-p last.  All break
+ties at the edge of top-p as their sort happens to.  A token at an edge is therefore the one place
+where two engines that agree on the logits can disagree on the support.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 # A float32 sum of probabilities is no finer than this: a mass this close to p has reached it.
-_MASS_TOLERANCE = 1e-6
+_MASS_TOLERANCE = 2e-7
 
 
 class Sample(NamedTuple):
@@ -173,19 +173,24 @@ def process_logits(
     return truncate_logits(adjusted, params)
 
 
-def compute_log_mass(adjusted: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
+def compute_log_mass(
+    adjusted: torch.Tensor, truncated: torch.Tensor, log_probs: torch.Tensor
+) -> torch.Tensor:
     """Log of the surviving mass S: how much probability truncation left.
+
+    The most likely token always survives, and renormalising raises its log-probability by -log S.
 
     Args:
         adjusted: Logits before truncation, (..., vocab).
         truncated: The same after it.
+        log_probs: Log-softmax of ``truncated``.
 
     Returns:
         At most 0, (...); exactly 0 when nothing could be removed.
     """
     if truncated is adjusted:
-        return adjusted.new_zeros(adjusted.shape[:-1])
-    return (truncated.logsumexp(-1) - adjusted.logsumexp(-1)).clamp(max=0.0)
+        return log_probs.new_zeros(log_probs.shape[:-1])
+    return (adjusted.log_softmax(-1).amax(-1) - log_probs.amax(-1)).clamp(max=0.0)
 
 
 @torch.no_grad()
@@ -237,7 +242,8 @@ def sample(
         token_ids = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
         token_ids = token_ids.clamp(max=logits.shape[-1] - 1)  # only a NaN row exceeds it
     chosen = check_log_probs_finite(log_probs.gather(-1, token_ids).squeeze(-1))
-    return Sample(token_ids.squeeze(-1), chosen, compute_log_mass(adjusted, truncated))
+    log_mass = compute_log_mass(adjusted, truncated, log_probs)
+    return Sample(token_ids.squeeze(-1), chosen, log_mass)
 
 
 def check_log_probs_finite(log_probs: torch.Tensor) -> torch.Tensor:
@@ -274,8 +280,10 @@ def _top_p_support(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     before = values.cumsum(-1, dtype=torch.float64) - values
     num_kept = (before < top_p - _MASS_TOLERANCE).sum(-1, keepdim=True).clamp(min=1)
     edge = values.gather(-1, num_kept - 1)
-    above, tied = probs > edge, probs == edge
-    num_tied_kept = num_kept - above.sum(-1, keepdim=True)
-    # The n-th tied token from the end of the vocabulary is the n-th to be kept.
-    rank = tied.flip(-1).cumsum(-1).flip(-1)
-    return above | (tied & (rank <= num_tied_kept))
+    support = probs >= edge
+    num_excess = support.sum(-1, keepdim=True) - num_kept
+    if num_excess.any():  # of the tokens that tie at the edge, those with the highest ids go
+        tied = probs == edge
+        rank = tied.cumsum(-1)
+        support &= ~(tied & (rank > rank[..., -1:] - num_excess))
+    return support
