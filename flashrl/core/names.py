@@ -135,7 +135,7 @@ def canonical(name: str) -> str:
     for prefix in _TEXT_PREFIXES:
         if name.startswith(prefix):
             rest = name[len(prefix) :]
-            return rest if rest.startswith("lm_head.") else f"model.{rest}"
+            return rest if rest.split(".", 1)[0] == "lm_head" else f"model.{rest}"
     outer, _, rest = name.partition(".")
     if outer == "thinker" or (outer == "model" and rest.split(".", 1)[0] in _TOWERS):
         return rest
