@@ -150,7 +150,7 @@ def iter_blocks(
     num_rows, num_columns = response_mask.shape
     num_tokens = _BLOCK_TOKENS.get(response_mask.device.type, _BLOCK_TOKENS_ELSEWHERE)
     step = max(1, num_tokens // max(1, num_columns))
-    for start in range(0, num_rows, step):
+    for start in range(0, num_rows if num_columns else 0, step):
         rows = slice(start, start + step)
         pi = policy[rows].detach().to(dtype)
         mu = behavior[rows].detach().to(dtype)
@@ -177,7 +177,7 @@ def iter_blocks(
         )
 
 
-def raise_invalid(response_mask: torch.Tensor, **tensors: torch.Tensor | None) -> NoReturn:
+def raise_invalid(response_mask: torch.Tensor, **tensors: torch.Tensor) -> NoReturn:
     """Raise the error that names the first unusable values.
 
     Args:
@@ -189,8 +189,6 @@ def raise_invalid(response_mask: torch.Tensor, **tensors: torch.Tensor | None) -
     """
     faults = []
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
         bad = (response_mask != 0) & ~((tensor <= _MAX_LOG_PROB) & (tensor > -torch.inf))
         if bad.any():
             row, column = bad.nonzero()[0].tolist()

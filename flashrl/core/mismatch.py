@@ -47,6 +47,7 @@ _SUMS = (
     "log_ratio_squared",
     "excess",  # ρ - 1
     "excess_squared",
+    "squared",
     "outside",
     "excess_log_ratio",
     "js",
@@ -58,6 +59,7 @@ _SUMS = (
     "is_weighted",
     "weight_excess",
     "weight_excess_squared",
+    "weight_squared",
     "weight_outside",
     "sequence_weight",
     "num_truncated",
@@ -178,9 +180,11 @@ def _ratio_metrics(
         "js": max(0.0, mean["js"]),
         "chi2_token": mean["excess_squared"] + 2 * excess,
         "chi2_sequence": over_sequences["sequence_squared_excess"],
-        "ess": _ess(excess, mean["excess_squared"] + 2 * excess),
+        "ess": _ess(total["excess"], total["squared"], total["num_tokens"]),
         "ess_sequence": _ess(
-            over_sequences["sequence_excess"], over_sequences["sequence_squared_excess"]
+            total["sequence_excess"],
+            total["sequence_squared_excess"] + total["num_sequences"],
+            total["num_sequences"],
         ),
         "ppl_ratio": _exp(k1),
         "tmpe": 1 + mean["tmpe_excess"],
@@ -213,7 +217,7 @@ def _weight_metrics(
         "weight_max": largest,
         "weight_min": smallest,
         "weight_outside": mean["weight_outside"],
-        "weight_ess": _ess(excess, excess_squared + 2 * excess),
+        "weight_ess": _ess(total["weight_excess"], total["weight_squared"], total["num_tokens"]),
         "weight_sequence_mean": total["sequence_weight"] / num_sequences,
         "truncated_fraction": mean["num_truncated"],
         "dropped_fraction": mean["num_dropped"],
@@ -302,7 +306,7 @@ def measure_block(
         "num_zero": (block.behavior == 0).sum() - (mask.numel() - num_tokens),
         "log_ratio": log_ratio.sum(),
         "log_ratio_squared": log_ratio.square().sum(),
-        **_moments("", excess),
+        **_moments("", excess, mask),
         "excess_log_ratio": (excess * log_ratio).sum(),
         "js": _jensen_shannon(clamped, excess).sum(),
         "tmpe_excess": clamped.abs().expm1_().sum(),
@@ -324,7 +328,7 @@ def measure_block(
         used = weights != 0
         sums |= {
             "is_weighted": torch.ones_like(num_tokens),
-            **_moments("weight_", weights - mask),
+            **_moments("weight_", weights - mask, mask),
             "sequence_weight": (weights.sum(dim=-1, keepdim=True) / block.lengths).sum(),
             "num_truncated": torch.zeros_like(num_tokens)
             if num_truncated is None
@@ -348,14 +352,15 @@ def _jensen_shannon(log_ratio: torch.Tensor, excess: torch.Tensor) -> torch.Tens
     return mixture.div_(2)
 
 
-def _moments(prefix: str, excess: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums of w - 1 and its square, in float64, and how many w lie outside [0.9, 1.1].
+def _moments(prefix: str, excess: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums of w - 1, its square and w², in float64, and how many w lie outside [0.9, 1.1].
 
-    Sums of w itself would drown a small spread in rounding.
+    Near w = 1 the spread is lost in sums of w, near w = 0 the scale in sums of w - 1.
     """
     return {
         f"{prefix}excess": excess.sum(dtype=torch.float64),
         f"{prefix}excess_squared": excess.square().sum(dtype=torch.float64),
+        f"{prefix}squared": (excess + mask).square_().sum(dtype=torch.float64),
         f"{prefix}outside": (excess.abs() > _OUTSIDE).sum(),
     }
 
@@ -381,7 +386,8 @@ def _std(mean: float, mean_square: float) -> float:
     return math.sqrt(max(0.0, mean_square - mean * mean))
 
 
-def _ess(excess: float, squared_excess: float) -> float:
-    """E[w]² / E[w²] from E[w] - 1 and E[w²] - 1; 0 if every weight is 0."""
-    mean_square = 1 + squared_excess
-    return (1 + excess) ** 2 / mean_square if mean_square > 0 else 0.0
+def _ess(excess: float, squared: float, count: float) -> float:
+    """(Σw)² / (n Σw²) from Σ(w - 1), Σw² and n; 0 if every weight is 0, 1 if there is none."""
+    if not count:
+        return 1.0
+    return min(1.0, (excess + count) ** 2 / (count * squared)) if squared else 0.0
