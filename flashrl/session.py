@@ -59,7 +59,7 @@ def attach(
     adapter = _find_adapter(engine)
     attached = adapter.attach(engine, scheme, profile=profile)
     logger.info("attached %s to %s", scheme.name, adapter.name)
-    return Session(attached, scheme, engine_name=adapter.name)
+    return Session(attached, scheme, engine_name=adapter.name, profile=profile)
 
 
 def launch_args(
@@ -106,16 +106,23 @@ class Session:
     Attributes:
         scheme: How its linear layers are stored.
         engine_name: The adapter's name.
+        profile: Smoothing factors and static scales the engine applies, if any.
         version: Weight version of the newest complete update; 0 before the first; None while an
             update runs and after one that failed, when the weights are part old, part new.
     """
 
     def __init__(
-        self, engine: AttachedEngine, scheme: QuantScheme, *, engine_name: str = "engine"
+        self,
+        engine: AttachedEngine,
+        scheme: QuantScheme,
+        *,
+        engine_name: str = "engine",
+        profile: Profile | None = None,
     ) -> None:
         self._engine: AttachedEngine | None = engine
         self.scheme = scheme
         self.engine_name = engine_name
+        self.profile = profile
         self.version: int | None = 0
         self._latest = 0
 
@@ -199,13 +206,14 @@ class Session:
                 "the last weight update did not complete, so there is nothing whole to verify; "
                 "push a full update first"
             )
-        expected = self.engine.weights()
-        ledger = UpdateLedger(expected)
+        infos = self.engine.weights()
+        ledger = UpdateLedger(infos)
         comparisons = []
-        for name, tensor in ledger.admit(named_tensors):
-            [(_, actual)] = self.engine.read_weights([name])
-            reference = compute_expected(name, tensor, expected[name])
-            comparisons.append(compare(name, actual, reference, expected[name]))
+        for name, expected in compute_expected(
+            ledger.admit(named_tensors), infos, profile=self.profile
+        ):
+            [(_, held)] = self.engine.read_weights([name])
+            comparisons.append(compare(name, held, expected, infos[name]))
         ledger.finish()
         report = VerifyReport(version=self.version, comparisons=tuple(comparisons))
         report.raise_for_mismatch()

@@ -16,6 +16,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=400)
+# The models are tiny: more threads only wait for each other.
+torch.set_num_threads(1)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
-from flashrl.core.interfaces import WeightInfo
+from flashrl.core.interfaces import NamedTensors, WeightInfo
+from flashrl.core.names import NameIndex, canonical
+from flashrl.core.pruning import DeadChannelPruner
 from flashrl.core.quantize import dequantize, quantize_into
 from flashrl.core.schemes import QuantScheme
+from flashrl.core.smoothing import find_groups
 from flashrl.errors import VerificationError
 
 if TYPE_CHECKING:
     from flashrl.core.profiles import Profile
 
-__all__ = ["Comparison", "VerifyReport", "compare", "compute_expected"]
+__all__ = ["Comparison", "VerifyReport", "compare", "compute_expected", "make_pruner"]
 
 
 @attrs.frozen(kw_only=True)
@@ -81,24 +85,42 @@ class VerifyReport:
 
 
 def compute_expected(
-    name: str, tensor: torch.Tensor, info: WeightInfo, *, profile: Profile | None = None
-) -> torch.Tensor:
-    """What the engine must hold for a pushed tensor, dequantized.
+    named_tensors: NamedTensors,
+    infos: Mapping[str, WeightInfo],
+    *,
+    profile: Profile | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the engine must hold after a push, dequantized.
 
     Args:
-        name: Checkpoint name.
-        tensor: As pushed, of ``info.shape``.
-        info: How the engine stores it.
+        named_tensors: As pushed, under the engine's names.
+        infos: How the engine stores each.
         profile: Smoothing factors and static scales the engine applies.
 
-    Returns:
-        float32 on the CPU.
+    Yields:
+        Each name with its float32 tensor on the CPU, in the order pushed; norms that dead-channel
+        pruning may change come last.
     """
-    tensor = tensor.detach().cpu()
-    if info.scheme is None:
-        return tensor.to(info.dtype).float()
-    shards = tensor.chunk(info.num_input_shards, dim=1)
-    return torch.cat([_round_trip(shard, info.scheme, name) for shard in shards], dim=1)
+    pruner = make_pruner(infos)
+    norms: dict[str, torch.Tensor] = {}
+    for name, tensor in named_tensors:
+        expected = _expected(name, tensor.detach().cpu(), infos[name], profile)
+        for norm, weight in pruner.load(name, expected).items() if pruner else ():
+            norms[norm] = weight
+        if pruner is None or canonical(name) not in pruner.groups:
+            yield name, expected
+    for norm, weight in norms.items():
+        yield NameIndex(infos).resolve(norm), weight
+
+
+def make_pruner(infos: Mapping[str, WeightInfo]) -> DeadChannelPruner | None:
+    """The pruner that a set of weights asks for; None without ``prune_dead_neurons``."""
+    if not any(info.scheme and info.scheme.prune_dead_neurons for info in infos.values()):
+        return None
+    groups = find_groups({name: info.shape for name, info in infos.items()})
+    return DeadChannelPruner(
+        groups={norm: readers for norm, readers in groups.items() if "norm" in norm}
+    )
 
 
 def compare(
@@ -116,8 +138,27 @@ def compare(
     )
 
 
-def _round_trip(weight: torch.Tensor, scheme: QuantScheme, name: str) -> torch.Tensor:
+def _expected(
+    name: str, tensor: torch.Tensor, info: WeightInfo, profile: Profile | None
+) -> torch.Tensor:
+    if profile is not None:
+        tensor = profile.smooth(name, tensor, dtype=torch.float32)
+    if info.scheme is None:
+        return tensor.to(info.dtype).float()
+    static = None if info.scheme.dynamic or profile is None else profile.scale_for(name)
+    return torch.cat(
+        [
+            _round_trip(shard, info.scheme, name, static=static)
+            for shard in tensor.chunk(info.num_input_shards, dim=1)
+        ],
+        dim=1,
+    )
+
+
+def _round_trip(
+    weight: torch.Tensor, scheme: QuantScheme, name: str, *, static: torch.Tensor | None
+) -> torch.Tensor:
     quantized = torch.empty(weight.shape, dtype=scheme.dtype)
-    scale = torch.empty(scheme.scale_shape(weight.shape))
+    scale = torch.empty(scheme.scale_shape(weight.shape)) if static is None else static
     quantize_into(weight, quantized, scale, scheme=scheme, name=name)
     return dequantize(quantized, scale, scheme=scheme)

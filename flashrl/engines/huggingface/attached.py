@@ -61,10 +61,9 @@ class AttachedModel:
         self, model: nn.Module, scheme: QuantScheme, *, profile: Profile | None = None
     ) -> None:
         self._model = model
-        self._scheme = scheme
-        self._profile = profile
         self._busy = threading.Lock()
-        self._conversion = Conversion(model, scheme)
+        with torch.no_grad():
+            self._conversion = Conversion(model, scheme, profile=profile)
 
     def weights(self) -> Mapping[str, WeightInfo]:
         """Every tensor an update must bring, by checkpoint name."""

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from flashrl.core.interfaces import WeightInfo
-from flashrl.core.names import LayerRules
+from flashrl.core.names import LayerRules, NameIndex
+from flashrl.core.profiles import Profile
 from flashrl.core.pushes import split_experts
 from flashrl.core.quantize import dequantize
 from flashrl.core.schemes import QuantScheme
+from flashrl.core.smoothing import Smoothing
+from flashrl.core.verify import make_pruner
 from flashrl.engines.huggingface.layers import (
     QuantizedExperts,
     QuantizedLinear,
     is_stacked_experts,
 )
-from flashrl.errors import NonFiniteError, SchemeError
+from flashrl.errors import FlashRLError, NonFiniteError, SchemeError
 
 __all__ = ["Conversion"]
 
@@ -30,17 +33,26 @@ class Conversion:
     Args:
         model: Its linears are replaced in place, from the weights they hold.
         scheme: How they are stored, and which ones.
+        profile: Smoothing factors and static scales, applied to whatever is loaded.
 
     Raises:
-        SchemeError: The scheme fits no layer; the model is as it was.
+        SchemeError: The scheme fits no layer, or wants static scales that the profile lacks; the
+            model is as it was.
+        ProfileError: The profile does not fit the model; the model is as it was.
+        NonFiniteError: A weight of the model holds NaN or infinity; the model is as it was.
 
     Attributes:
         linears: Every 8-bit linear, by the name of its weight.
         infos: Every tensor of a full update, by checkpoint name.
     """
 
-    def __init__(self, model: nn.Module, scheme: QuantScheme) -> None:
+    def __init__(
+        self, model: nn.Module, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> None:
+        if profile is not None:
+            profile.check({name: p.shape for name, p in model.named_parameters()})
         self._model = model
+        self._profile = profile
         self._originals = dict(_convertible(model, scheme))
         if scheme.quantized and not self._originals:
             raise SchemeError(
@@ -48,9 +60,9 @@ class Conversion:
                 f"targets {list(scheme.targets)}, ignore {list(scheme.ignore)}"
             )
         self._updated: set[str] = set()
-        with torch.no_grad():
-            for name, module in self._originals.items():
-                model.set_submodule(name, _quantize(name, module, scheme))
+        self._pushed: dict[str, Tensor] = {}
+        for name, module in self._originals.items():
+            model.set_submodule(name, _make_quantized(module, scheme))
         self.linears = {
             f"{name}.weight": module
             for name, module in model.named_modules()
@@ -58,6 +70,13 @@ class Conversion:
         }
         self._kept = _kept_tensors(model, self.linears)
         self.infos = self._compute_infos()
+        self._index = NameIndex(self.infos)
+        self._pruner = make_pruner(self.infos)
+        try:
+            self._load_originals(scheme)
+        except FlashRLError:
+            self.undo()
+            raise
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Put one 16-bit tensor in place.
@@ -65,14 +84,9 @@ class Conversion:
         Raises:
             NonFiniteError: It holds NaN or infinity; nothing was written.
         """
-        linear = self.linears.get(name)
-        if linear is not None:
-            linear.load(tensor, name=name)
+        self._put(name, tensor)
+        if name in self.linears:
             self._forget_original(name)
-        elif torch.isfinite(tensor).all():
-            self._kept[name].copy_(tensor)
-        else:
-            raise NonFiniteError(f"{name} holds NaN or infinity; nothing was written")
 
     def read(self, name: str) -> Tensor:
         """One tensor as it is held, dequantized to float32."""
@@ -88,8 +102,52 @@ class Conversion:
         """
         for name, original in self._originals.items():
             if name in self._updated:
-                _dequantize_into(original, self._model.get_submodule(name))
+                self._dequantize_into(name, original)
             self._model.set_submodule(name, original)
+        for name, tensor in self._pushed.items():
+            self._kept[name].copy_(tensor)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        smoothing = self._smoothing_for(name)
+        ready = tensor if smoothing is None else smoothing.apply(tensor, dtype=torch.float32)
+        linear = self.linears.get(name)
+        if linear is not None:
+            linear.load(ready, name=name)
+        elif torch.isfinite(ready).all():
+            if smoothing is not None or self._pruner is not None:
+                self._pushed[name] = tensor.clone()
+            self._kept[name].copy_(ready)
+        else:
+            raise NonFiniteError(f"{name} holds NaN or infinity; nothing was written")
+        if self._pruner is not None:
+            held = self._kept[name] if linear is None else linear.weight
+            for norm, weight in self._pruner.load(name, held).items():
+                self._kept[self._index.resolve(norm)].copy_(weight)
+
+    def _smoothing_for(self, name: str) -> Smoothing | None:
+        return self._profile.smoothing_for(name) if self._profile is not None else None
+
+    def _load_originals(self, scheme: QuantScheme) -> None:
+        if not scheme.dynamic:
+            self._load_static_scales(scheme)
+        for module_name, module in self._originals.items():
+            for name, parameter in module.named_parameters(prefix=module_name):
+                for weight_name, tensor in split_experts(name, parameter.detach()):
+                    if weight_name in self.linears:
+                        self._put(weight_name, tensor)
+        for name, tensor in self._kept.items():
+            if self._pruner is not None or self._smoothing_for(name) is not None:
+                self._put(name, tensor.clone())
+
+    def _load_static_scales(self, scheme: QuantScheme) -> None:
+        for name, linear in self.linears.items():
+            scale = self._profile.scale_for(name) if self._profile is not None else None
+            if scale is None:
+                raise SchemeError(
+                    f"scheme {scheme.name!r} has static scales, and the profile has none for "
+                    f"{name}; pass a profile that has, or a dynamic scheme"
+                )
+            linear.weight_scale.data.copy_(scale)
 
     def _forget_original(self, weight_name: str) -> None:
         """Free the 16-bit values that an update has made stale."""
@@ -100,6 +158,34 @@ class Conversion:
             self._updated.add(module_name)
             for parameter in _weights_of(self._originals[module_name]):
                 parameter.data = parameter.data.new_empty(0)
+
+    def _dequantize_into(self, name: str, original: nn.Module) -> None:
+        """Give a 16-bit module, whose values were freed, those of the 8-bit one."""
+        if isinstance(original, nn.Linear):
+            restored = [self._read_unsmoothed(f"{name}.weight")]
+        else:
+            experts = cast(QuantizedExperts, self._model.get_submodule(name))
+            gates, ups, downs = (
+                torch.stack(
+                    [
+                        self._read_unsmoothed(f"{name}.{index}.{projection}.weight")
+                        for index in range(experts.num_experts)
+                    ]
+                )
+                for projection in ("gate_proj", "up_proj", "down_proj")
+            )
+            restored = [torch.cat([gates, ups], dim=1), downs]
+        for parameter, value in zip(_weights_of(original), restored, strict=True):
+            parameter.data = value.to(parameter.dtype)
+
+    def _read_unsmoothed(self, name: str) -> Tensor:
+        values = self.read(name)
+        smoothing = self._smoothing_for(name)
+        if smoothing is not None and smoothing.columns is not None:
+            values.div_(smoothing.columns.to(values.device))
+        if smoothing is not None and smoothing.rows is not None:
+            values.mul_(smoothing.rows.to(values.device)[:, None])
+        return values
 
     def _compute_infos(self) -> dict[str, WeightInfo]:
         infos = {
@@ -132,43 +218,17 @@ def _convertible(model: nn.Module, scheme: QuantScheme) -> Iterator[tuple[str, n
             yield name, module
 
 
-def _quantize(name: str, module: nn.Module, scheme: QuantScheme) -> nn.Module:
-    """The 8-bit module that takes a 16-bit module's place, with its weights."""
+def _make_quantized(module: nn.Module, scheme: QuantScheme) -> nn.Module:
+    """The 8-bit module that takes a 16-bit module's place, empty."""
     if isinstance(module, nn.Linear):
-        linear = QuantizedLinear(
+        return QuantizedLinear(
             module.out_features,
             module.in_features,
             scheme,
             bias=module.bias,
             device=module.weight.device,
         )
-        linear.load(module.weight, name=f"{name}.weight")
-        return linear
-    experts = QuantizedExperts(module, scheme)
-    gate_up, downs = _weights_of(module)
-    gates, ups = gate_up.chunk(2, dim=1)
-    for projection, weights in (("gate_proj", gates), ("up_proj", ups), ("down_proj", downs)):
-        for index, linear in enumerate(experts.linears(projection)):
-            linear.load(weights[index], name=f"{name}.{index}.{projection}.weight")
-    return experts
-
-
-def _dequantize_into(original: nn.Module, quantized: nn.Module) -> None:
-    """Give a 16-bit module, whose values were freed, those of the 8-bit one."""
-
-    def values(linear: QuantizedLinear) -> Tensor:
-        return dequantize(linear.weight, linear.weight_scale, scheme=linear.scheme)
-
-    if isinstance(quantized, QuantizedExperts):
-        gates, ups, downs = (
-            torch.stack([values(linear) for linear in quantized.linears(projection)])
-            for projection in ("gate_proj", "up_proj", "down_proj")
-        )
-        restored = [torch.cat([gates, ups], dim=1), downs]
-    else:
-        restored = [values(cast(QuantizedLinear, quantized))]
-    for parameter, value in zip(_weights_of(original), restored, strict=True):
-        parameter.data = value.to(parameter.dtype)
+    return QuantizedExperts(module, scheme)
 
 
 def _weights_of(module: nn.Module) -> list[nn.Parameter]:
