@@ -1,0 +1,165 @@
+"""A running vLLM engine whose linears are 8-bit, as a session sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from flashrl.core.interfaces import Capabilities, NamedTensors, WeightInfo
+from flashrl.core.rollouts import Rollout, SamplingParams
+from flashrl.core.schemes import PRESETS, QuantScheme
+from flashrl.engines.vllm.log_probs import EXACT, extract_rollout, native_sampling_params
+from flashrl.engines.vllm.transport import Workers
+from flashrl.errors import EngineStateError, SchemeError, UnsupportedError, WeightUpdateError
+
+__all__ = ["AttachedVLLM"]
+
+CAPABILITIES = Capabilities(
+    schemes=tuple(PRESETS),
+    exact_log_probs=EXACT,
+    generates=True,
+    detaches=True,
+)
+
+# Names read back with one call to the workers.
+_READ_AT_ONCE = 32
+
+
+class AttachedVLLM:
+    """A vLLM engine; made by :class:`VLLMAdapter`.
+
+    Args:
+        engine: A ``vllm.LLM``, an ``LLMEngine`` or an ``AsyncLLM``, 16-bit or started in 8 bit.
+        scheme: How its linears are stored.
+    """
+
+    def __init__(self, engine: Any, scheme: QuantScheme) -> None:
+        self._engine = engine
+        self._scheme = scheme
+        self._workers = Workers(engine)
+        launched = self._workers.call("launched_scheme")[0]
+        if launched is not None and QuantScheme(**launched) != scheme:
+            raise SchemeError(
+                f"the engine was started with scheme {launched['name']!r}, and attach got "
+                f"{scheme.name!r}; attach with the first, or start an engine with the second"
+            )
+        self._workers.call("attach", attrs.asdict(scheme))
+        self._launched = launched is not None
+        self._infos: dict[str, WeightInfo] | None = None
+        self._incomplete = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        return attrs.evolve(CAPABILITIES, detaches=not self._launched)
+
+    def weights(self) -> Mapping[str, WeightInfo]:
+        """Every tensor an update must bring, by checkpoint name."""
+        if self._infos is None:
+            replies = self._workers.call("weights")
+            tied = self._model_config().hf_config.get_text_config().tie_word_embeddings
+            self._infos = _weight_infos(replies[0], self._scheme, tied=tied)
+        return self._infos
+
+    def update_weights(self, named_tensors: NamedTensors, *, version: int | None = None) -> None:
+        """Quantize 16-bit weights into place; see :class:`AttachedEngine`."""
+        self._check_idle("take weights")
+        faults = self._workers.update(named_tensors)
+        self._workers.run("reset_prefix_cache")
+        if faults:
+            raise WeightUpdateError(
+                "tensors were refused:\n  " + "\n  ".join(list(faults.values())[:8]), faults=faults
+            )
+
+    def read_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors as the engine holds them, dequantized to float32, on the CPU."""
+        infos = self.weights()
+        for start in range(0, len(names), _READ_AT_ONCE):
+            batch = list(names[start : start + _READ_AT_ONCE])
+            whole = {name: torch.full(infos[name].shape, torch.nan) for name in batch}
+            for name, size, stride, offset, part in self._workers.read(batch):
+                whole[name].as_strided(size, stride, offset).copy_(part)
+            yield from whole.items()
+
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        version: int | None = None,
+    ) -> Rollout:
+        """Sample one response for each prompt; see :class:`RolloutEngine`."""
+        self._check_idle("generate")
+        self._check_exact()
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids]
+        native = [native_sampling_params(params, index=i) for i in range(len(requests))]
+        outputs = self._workers.run("generate", requests, native, use_tqdm=False)
+        return extract_rollout(outputs, params=params, version=version)
+
+    def describe(self) -> dict[str, Any]:
+        """Kernels, layers and bytes, of each worker."""
+        replies = self._workers.call("describe")
+        return {**replies[0], "bytes": sum(r["bytes"] for r in replies), "workers": len(replies)}
+
+    def detach(self) -> None:
+        """Put 16-bit linears back, with the dequantized weights.
+
+        Raises:
+            UnsupportedError: The engine was started in 8 bit.
+        """
+        self._check_idle("detach")
+        self._workers.call("detach")
+
+    def _model_config(self) -> Any:
+        core = getattr(self._engine, "llm_engine", self._engine)
+        return core.vllm_config.model_config
+
+    def _check_idle(self, action: str) -> None:
+        if self._workers.is_shut_down():
+            raise EngineStateError(
+                f"the vLLM engine is shut down, so it can not {action}; start a new one and attach"
+            )
+        if self._workers.is_generating():
+            raise EngineStateError(
+                f"the vLLM engine is generating, so it can not {action}; wait for its requests, "
+                "or abort them"
+            )
+
+    def _check_exact(self) -> None:
+        core = getattr(self._engine, "llm_engine", self._engine)
+        if core.vllm_config.speculative_config is not None:
+            raise UnsupportedError(
+                "with speculative decoding vLLM does not report the log-probability of the "
+                "distribution sampled; start the engine without it"
+            )
+
+
+def _weight_infos(
+    rows: Sequence[Sequence[Any]], scheme: QuantScheme, *, tied: bool
+) -> dict[str, WeightInfo]:
+    """What the workers found, with names of one storage under the first of them."""
+    infos: dict[str, WeightInfo] = {}
+    by_address: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, shape, dtype, quantized, num_input_shards, address in rows:
+        first = by_address.setdefault(address, name)
+        if first != name:
+            aliases.setdefault(first, []).append(name)
+            continue
+        infos[name] = WeightInfo(
+            shape=tuple(shape),
+            dtype=getattr(torch, dtype),
+            scheme=scheme if quantized else None,
+            num_input_shards=num_input_shards,
+        )
+    embeddings = [name for name in infos if name.endswith("embed_tokens.weight")]
+    if tied and len(embeddings) == 1 and "lm_head.weight" not in infos:
+        aliases.setdefault(embeddings[0], []).append("lm_head.weight")
+    return {
+        name: attrs.evolve(info, aliases=tuple(dict.fromkeys(aliases.get(name, ()))))
+        for name, info in infos.items()
+    }

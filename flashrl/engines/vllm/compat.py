@@ -1,0 +1,209 @@
+"""Everything that differs between versions of vLLM, and the few places where it is patched.
+
+Written for 0.24 and 0.27 to 0.32.  A newer version runs with a warning if what is used here is
+still there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from flashrl.core.schemes import QuantScheme
+from flashrl.errors import UnsupportedError
+
+__all__ = [
+    "add_worker_method",
+    "after_conversion",
+    "check_convertible",
+    "cuda_product",
+    "data_parallel_rank",
+    "engine_context",
+    "follow_weights_on_cpu",
+    "forget_reload",
+    "inject_engine_args",
+    "restore_engine_args",
+    "tensor_parallel_group",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def cuda_product(scheme: QuantScheme) -> tuple[str, Any]:
+    """VLLM's kernels for a scheme on CUDA; see :func:`choose_product`."""
+    from vllm import _custom_ops as ops
+
+    if scheme.type == "int":
+
+        def int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+            values, input_scale, _ = ops.scaled_int8_quant(x.contiguous(), None, None)
+            y: Tensor = ops.cutlass_scaled_mm(values, weight.t(), input_scale, scale, x.dtype, bias)
+            return y
+
+        return "cutlass_scaled_mm int8", int8
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    if scheme.strategy == "block":
+        raise NotImplementedError
+    shape = GroupShape.PER_TENSOR if scheme.input_strategy == "tensor" else GroupShape.PER_TOKEN
+    quantize = QuantFP8(static=False, group_shape=shape)
+
+    def fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        values, input_scale = quantize(x)
+        y: Tensor = ops.cutlass_scaled_mm(values, weight.t(), input_scale, scale, x.dtype, bias)
+        return y
+
+    return "cutlass_scaled_mm fp8", fp8
+
+
+@functools.cache
+def follow_weights_on_cpu() -> None:
+    """Keep vLLM from packing copies of 16-bit matrices in engines of ours, on a CPU.
+
+    Some layers (a router, say) never ask a quantization for their method, so the function that
+    packs is wrapped: it does what it did in every other engine.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    @functools.wraps(pack)
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        from flashrl.engines.vllm.kept import follow
+
+        if is_ours():
+            layer.flashrl_follows = True
+        if getattr(layer, "flashrl_follows", False):
+            follow(layer)
+        else:
+            pack(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    logger.info("16-bit layers of flashrl engines multiply by their weights, not by packed copies")
+
+
+def is_ours() -> bool:
+    """Whether the engine that is being built has a quantization of ours."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    from flashrl.engines.vllm.quantization import FlashRLConfig
+
+    config = get_current_vllm_config_or_none()
+    return config is not None and isinstance(config.quant_config, FlashRLConfig)
+
+
+def add_worker_method() -> None:
+    """Let every worker answer ``collective_rpc("flashrl", ...)``; idempotent.
+
+    vLLM's own place for it, ``worker_extension_cls``, holds one class, and trainers use it.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def flashrl(worker: Any, operation: str, *args: Any) -> Any:
+        from flashrl.engines.vllm.worker import call
+
+        return call(worker, operation, *args)
+
+    if not hasattr(WorkerBase, "flashrl"):
+        WorkerBase.flashrl = flashrl
+
+
+def check_convertible(worker: Any) -> None:
+    """Make sure that a running engine can change its layers.
+
+    Raises:
+        UnsupportedError: Its model is compiled; the message says how to start it.
+    """
+    from vllm.config import CompilationMode
+
+    mode = worker.vllm_config.compilation_config.mode
+    if mode != CompilationMode.NONE:
+        raise UnsupportedError(
+            f"the engine's model is compiled (mode {mode.name}), so its layers can not change any "
+            "more; start it in 8 bit with LLM(model, **flashrl.launch_args('vllm', scheme)), or "
+            "set FLASHRL_CONFIG, or start it with enforce_eager=True"
+        )
+
+
+def engine_context(worker: Any) -> AbstractContextManager[Any]:
+    """The context in which vLLM makes layers of an engine."""
+    from vllm.config import set_current_vllm_config
+
+    context: AbstractContextManager[Any] = set_current_vllm_config(worker.vllm_config)
+    return context
+
+
+def after_conversion(model: nn.Module, worker: Any) -> None:
+    """Let vLLM know that a model's parameters are others now: reload, graphs."""
+    forget_reload(model)
+    graphs = worker.vllm_config.compilation_config.cudagraph_mode
+    if worker.device.type == "cuda" and graphs is not None and graphs.name != "NONE":
+        worker.model_runner.capture_model()
+
+
+def forget_reload(model: nn.Module) -> None:
+    """Let vLLM's layerwise reload start from the parameters that the model has now."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    record_metadata_for_reloading(model)
+
+
+def tensor_parallel_group() -> Any:
+    """The process group that shares a layer."""
+    from vllm.distributed import get_tp_group
+
+    return get_tp_group().device_group
+
+
+def scheme_fields(scheme: QuantScheme) -> dict[str, Any]:
+    """A scheme as plain values, for another process."""
+    return attrs.asdict(scheme)
+
+
+def data_parallel_rank() -> int:
+    """This process's rank among the engines that share the data."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return 0
+    parallel = config.parallel_config
+    # Engines of a dense model count as single ones; their index still tells them apart.
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def inject_engine_args() -> None:
+    """Let FLASHRL_CONFIG set the engine arguments of every engine that starts; idempotent."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if hasattr(original, "flashrl_original"):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(args: Any, *positional: Any, **keywords: Any) -> Any:
+        from flashrl.engines.vllm.arguments import configure
+
+        configure(args)
+        return original(args, *positional, **keywords)
+
+    create_engine_config.flashrl_original = original  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+    logger.info("FLASHRL_CONFIG sets the engine arguments of vLLM engines")
+
+
+def restore_engine_args() -> None:
+    """Undo :func:`inject_engine_args`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    patched = EngineArgs.create_engine_config
+    EngineArgs.create_engine_config = getattr(patched, "flashrl_original", patched)

@@ -1,0 +1,128 @@
+"""The quantizations that vLLM knows by name: which layers each one makes 8-bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from flashrl.core.environment import EnvironmentOptions
+from flashrl.core.names import FUSED, LayerRules
+from flashrl.core.schemes import PRESETS, QuantScheme
+from flashrl.errors import UnsupportedError
+
+__all__ = ["FlashRLConfig", "lm_head_in_fp32", "register"]
+
+_PREFIX = "flashrl"
+
+
+class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
+    """8-bit layers for a scheme.
+
+    Args:
+        scheme: Which one; the class's preset without it.
+    """
+
+    preset: ClassVar[str | None] = None
+
+    def __init__(self, scheme: QuantScheme | None = None) -> None:
+        super().__init__()
+        if scheme is None and self.preset is not None:
+            scheme = PRESETS[self.preset]
+        self._scheme = scheme
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """The scheme of this process: given, or its data-parallel rank's in FLASHRL_CONFIG."""
+        if self._scheme is None:
+            from flashrl.engines.vllm.plugin import scheme_of_rank
+
+            self._scheme = scheme_of_rank()
+        return self._scheme
+
+    def get_name(self) -> str:
+        """The name it is registered under."""
+        return f"{_PREFIX}_{self.preset}" if self.preset else _PREFIX
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Activations of any 16- or 32-bit type."""
+        return [torch.bfloat16, torch.half, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Compute capability 7.5 for int8, 8.9 for fp8."""
+        return 89 if cls.preset is not None and PRESETS[cls.preset].type == "float" else 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: a checkpoint says nothing about it."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> FlashRLConfig:
+        """Read what :func:`flashrl.engines.vllm.arguments.scheme_to_dict` wrote.
+
+        Raises:
+            UnsupportedError: The checkpoint is quantized already, by something else.
+        """
+        if config.get("quant_method") != _PREFIX:
+            raise UnsupportedError(
+                f"the checkpoint is quantized already ({config.get('quant_method')}), and flashrl "
+                "quantizes 16-bit weights; load the 16-bit checkpoint"
+            )
+        return cls(QuantScheme(**config["scheme"]))
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """The method of a layer: 8-bit, or kept as it is."""
+        from flashrl.engines.vllm.methods import choose_method
+
+        rules = LayerRules.from_scheme(
+            self.scheme, fused={**FUSED, **(self.packed_modules_mapping or {})}
+        )
+        return choose_method(layer, prefix, self.scheme, rules)
+
+
+class Int8Config(FlashRLConfig):
+    """``flashrl_int8``."""
+
+    preset = "int8"
+
+
+class Fp8ChannelConfig(FlashRLConfig):
+    """``flashrl_fp8_channel``."""
+
+    preset = "fp8_channel"
+
+
+class Fp8TensorConfig(FlashRLConfig):
+    """``flashrl_fp8_tensor``."""
+
+    preset = "fp8_tensor"
+
+
+class Fp8BlockConfig(FlashRLConfig):
+    """``flashrl_fp8_block``."""
+
+    preset = "fp8_block"
+
+
+def register() -> None:
+    """Make the quantizations known to vLLM; idempotent."""
+    for config in (FlashRLConfig, Int8Config, Fp8ChannelConfig, Fp8TensorConfig, Fp8BlockConfig):
+        name = f"{_PREFIX}_{config.preset}" if config.preset else _PREFIX
+        register_quantization_config(name)(config)
+
+
+def lm_head_in_fp32() -> bool:
+    """Whether FLASHRL_LMHEAD_FP32, or the configuration, asks for logits in float32."""
+    from flashrl.engines.vllm.plugin import entry_of_rank
+
+    wanted = EnvironmentOptions.from_environ().lm_head_fp32
+    if wanted is None:
+        entry = entry_of_rank()
+        wanted = entry is not None and entry.lm_head_fp32
+    return wanted
