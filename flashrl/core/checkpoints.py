@@ -158,7 +158,8 @@ class Checkpoint:
                 f"{self.path}: {weights[0]} is {' '.join(first)}, {odd} is "
                 f"{' '.join(kinds[odd])}; one profile holds one scheme"
             )
-        scheme = next((s for s in PRESETS.values() if (s.type, s.strategy) == first), None)
+        presets = (scheme for scheme in PRESETS.values() if scheme.quantized)
+        scheme = next((s for s in presets if (s.type, s.strategy) == first), None)
         if scheme is None:
             raise SchemeError(
                 f"{self.path} stores {' '.join(first)} weights; known: {', '.join(PRESETS)}"

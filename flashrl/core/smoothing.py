@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flashrl.core.names import canonical
-from flashrl.errors import ShapeError
+from flashrl.errors import NonFiniteError, ShapeError
 
 __all__ = [
     "Smoothing",
@@ -150,6 +150,7 @@ def compute_smoothing(activation_amax: Tensor, weight_amax: Tensor, *, alpha: fl
 
     Raises:
         ShapeError: The shapes differ.
+        NonFiniteError: An input holds NaN or infinity.
         ValueError: ``alpha`` is outside 0 to 1.
 
     Example:
@@ -164,6 +165,8 @@ def compute_smoothing(activation_amax: Tensor, weight_amax: Tensor, *, alpha: fl
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
     activations, weights = activation_amax.float(), weight_amax.float()
+    if not bool((torch.isfinite(activations) & torch.isfinite(weights)).all()):
+        raise NonFiniteError("the largest magnitudes to smooth by hold NaN or infinity")
     factor = activations.pow(alpha) / weights.pow(1.0 - alpha)
     dead = (activations <= 0) | (weights <= 0) | ~torch.isfinite(factor) | (factor <= 0)
     return torch.where(dead, 1.0, factor)
@@ -264,7 +267,7 @@ def _norms(
 def _pairs(matrices: Iterable[str]) -> Iterator[tuple[str, str]]:
     names = set(matrices)
     for name in matrices:
-        for source, reader in (("v_proj", "o_proj"), ("up_proj", "down_proj")):
+        for source, reader in (("v_proj", "o_proj"), ("up_proj", "down_proj"), ("w3", "w2")):
             parent, _, leaf = name.rpartition(".")
             if leaf == source and f"{parent}.{reader}" in names:
                 yield name, f"{parent}.{reader}"
