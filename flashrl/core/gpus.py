@@ -68,8 +68,7 @@ class GPU:
         if rate is None:
             kind, other = ("int8", "fp8") if scheme.type == "int" else ("fp8", "int8")
             raise UnsupportedError(
-                f"the {self.board} has no {kind} units, so {scheme.name} would multiply in 16 bit; "
-                f"use {other} on it"
+                f"the {self.board} has no {kind} units, so it would multiply in 16 bit; use {other}"
             )
         return rate
 
