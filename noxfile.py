@@ -1,0 +1,99 @@
+"""Every check of the project, each in an environment of its own.
+
+``nox`` alone runs what continuous integration runs; ``nox --list`` says what else there is.
+``pip`` installs, and torch is pinned so that every session tests the same build; FLASHRL_TORCH
+names another.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests", "property", "minimums", "docs"]
+
+PYTHON = "3.11"
+TORCH = os.environ.get("FLASHRL_TORCH", "torch==2.13.0")
+PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def install(session: nox.Session, *extras: str) -> None:
+    """Torch first, so that nothing pulls another build; then the project with its extras."""
+    session.install(TORCH)
+    session.install("-e", f".[{','.join(extras)}]" if extras else ".", TORCH)
+
+
+def oldest(*extras: str) -> list[str]:
+    """The oldest release that each requirement allows, torch excepted."""
+    optional = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"], *(r for e in extras for r in optional[e])]
+    return [
+        requirement.replace(">=", "==")
+        for requirement in wanted
+        if not re.match(r"(torch|flashrl)\b", requirement)
+    ]
+
+
+@nox.session(python=PYTHON)
+def lint(session: nox.Session) -> None:
+    """Format and lint."""
+    session.install("ruff>=0.8")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+
+
+@nox.session(python=PYTHON)
+def types(session: nox.Session) -> None:
+    """Check types strictly."""
+    install(session, "dev", "report")
+    session.run("mypy")
+
+
+@nox.session(python=PYTHON)
+def tests(session: nox.Session) -> None:
+    """Test the core, the embedded engine and the command line."""
+    install(session, "test", "demo")
+    session.run(
+        *("pytest", "tests", "--cov", "--cov-report=term", "--durations=10"),
+        *session.posargs,
+    )
+
+
+@nox.session(name="property", python=PYTHON)
+def property_(session: nox.Session) -> None:
+    """Run the property tests on many more examples."""
+    install(session, "test")
+    session.run(
+        *("pytest", "tests/core", "-m", "hypothesis", "-q"),
+        *session.posargs,
+        env={"HYPOTHESIS_PROFILE": "thorough"},
+    )
+
+
+@nox.session(python=PYTHON)
+def minimums(session: nox.Session) -> None:
+    """Test against the oldest releases allowed, torch excepted."""
+    session.install(TORCH)
+    session.install("-e", ".[test]", TORCH, *oldest("huggingface"))
+    session.run("pytest", "tests/core", "tests/engines", "tests/cli", "-q", *session.posargs)
+
+
+@nox.session(python=PYTHON)
+def docs(session: nox.Session) -> None:
+    """Build the documentation, warnings being errors, and run its examples."""
+    install(session, "docs", "test")
+    session.run("pytest", "--doctest-modules", "flashrl/core", "flashrl/session.py", "-q")
+    session.run("sphinx-build", "-W", "-b", "html", "docs", "docs/_build/html")
+    session.run("sphinx-build", "-W", "-b", "doctest", "docs", "docs/_build/doctest")
+
+
+@nox.session(python=PYTHON)
+def demo(session: nox.Session) -> None:
+    """Train a real model with INT8 rollouts, and write the report."""
+    install(session, "demo")
+    session.run("flashrl", "demo", *session.posargs)
