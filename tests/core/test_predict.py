@@ -84,6 +84,17 @@ def test_figures_that_fitted_nothing_are_met_too(model: str, tokens_per_second: 
     assert found.tokens_per_second == pytest.approx(tokens_per_second, rel=0.15)
 
 
+def test_the_fit_is_as_good_as_its_documentation_says() -> None:
+    found = {
+        case: predict(case[0], gpu="h200", scheme=case[1], workload=SHORT) for case in MEASURED
+    }
+    for (model, scheme), prediction in found.items():
+        measured = MEASURED[model, scheme]
+        speedup = measured / MEASURED[model, "bf16"]
+        assert prediction.tokens_per_second == pytest.approx(measured, rel=0.06)
+        assert prediction.rollout_speedup == pytest.approx(speedup, rel=0.08)
+
+
 def test_update_of_a_large_model_is_within_15_percent_of_measured() -> None:
     """Quantizing 32B parameters in place took 33 ms."""
     found = predict("qwen2.5-32b", gpu="h200", scheme="int8")
