@@ -7,14 +7,14 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashrl.session import Session, attach, launch_args
+    from flashrl.session import Session, attach, launch, launch_args
 
-__all__ = ["Session", "__version__", "attach", "launch_args"]
+__all__ = ["Session", "__version__", "attach", "launch", "launch_args"]
 __version__ = "0.1.0"
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
-_SESSION_NAMES = frozenset({"Session", "attach", "launch_args"})
+_SESSION_NAMES = frozenset({"Session", "attach", "launch", "launch_args"})
 _SUBMODULES = frozenset({"cli", "core", "engines", "errors", "session", "testing", "trainers"})
 
 

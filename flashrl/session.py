@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from flashrl.core.updates import UpdateLedger
 from flashrl.core.verify import VerifyReport, compare, compute_expected
 from flashrl.errors import (
     AdapterError,
+    ConfigError,
     EngineStateError,
     UnsupportedError,
     VerificationError,
@@ -31,7 +33,7 @@ from flashrl.errors import (
 if TYPE_CHECKING:
     from flashrl.core.profiles import Profile
 
-__all__ = ["Session", "WeightUpdate", "attach", "launch_args"]
+__all__ = ["Session", "WeightUpdate", "attach", "launch", "launch_args"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,38 @@ def launch_args(
     """
     adapter: EngineAdapter = registry.get_adapter(registry.ENGINES, engine)
     return adapter.launch_args(get_scheme(scheme), profile=profile)
+
+
+@contextmanager
+def launch(
+    engine: str,
+    checkpoint: str | Path,
+    scheme: str | QuantScheme = "int8",
+    *,
+    profile: Profile | None = None,
+) -> Iterator[Session]:
+    """Start a small engine on a checkpoint folder and attach to it; it ends with the block.
+
+    For checks, tests and first steps.  An engine with settings of your choice is started by its
+    own API, with :func:`launch_args` or followed by :func:`attach`.
+
+    Args:
+        engine: An adapter's name, such as ``"vllm"``.
+        checkpoint: Folder with a config, safetensors and a tokenizer.
+        scheme: A preset's name or a scheme.
+        profile: Smoothing factors and static scales.
+
+    Raises:
+        UnknownNameError: No such adapter or scheme.
+        MissingDependencyError: The adapter's framework is not installed.
+        ConfigError: There is no such folder.
+    """
+    folder = Path(checkpoint)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is no checkpoint folder: it holds no config.json")
+    adapter: EngineAdapter = registry.get_adapter(registry.ENGINES, engine)
+    with adapter.launch(folder, get_scheme(scheme), profile=profile) as running:
+        yield attach(running, scheme, profile=profile)
 
 
 def _find_adapter(engine: object) -> EngineAdapter:

@@ -22,6 +22,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "doctor": "Show what is installed, which adapters work, and whether 8 bit will pay here.",
+    "verify": "Push weights back and forth, and prove that each reload is right.",
     "predict": "Predict the speed-up and the memory of each scheme for a model on a GPU.",
 }
 """A line each: ``flashrl.cli.<name>`` holds the command, called ``command``."""

@@ -8,6 +8,8 @@ Nothing here names an engine or a trainer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
@@ -172,6 +174,16 @@ class EngineAdapter(Protocol):
 
         Raises:
             UnsupportedError: The engine cannot be started so; the message says how to attach.
+        """
+        ...
+
+    def launch(
+        self, checkpoint: Path, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> AbstractContextManager[Any]:
+        """Start a small engine on a checkpoint folder; it ends with the block.
+
+        :meth:`attach` makes a session of it.  For checks and tests: an engine with settings of
+        choice is started by its own API.
         """
         ...
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from flashrl.core.viability import Viability
-from flashrl.errors import UnsupportedError
+from flashrl.errors import MissingDependencyError, UnsupportedError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from flashrl.core.profiles import Profile
     from flashrl.core.schemes import QuantScheme
     from flashrl.engines.huggingface.attached import AttachedModel
@@ -53,6 +56,26 @@ class HuggingFaceAdapter:
             "AutoModelForCausalLM.from_pretrained(...) and call flashrl.attach(model, "
             f"scheme={scheme.name!r})"
         )
+
+    @contextmanager
+    def launch(
+        self, checkpoint: Path, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> Iterator[Any]:
+        """Load a checkpoint folder, in float32 on a CPU and in its own dtype on a GPU.
+
+        Raises:
+            MissingDependencyError: transformers is not installed.
+        """
+        found = self.check()
+        if not found.ok:
+            raise MissingDependencyError(found.reason)
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        cuda = torch.cuda.is_available()
+        dtype = "auto" if cuda else torch.float32  # a CPU multiplies bfloat16 slowly
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        yield model.to("cuda") if cuda else model
 
     def attach(
         self, engine: Any, scheme: QuantScheme, *, profile: Profile | None = None

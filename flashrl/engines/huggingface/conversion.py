@@ -6,13 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import cast
 
+import attrs
 import torch
 from torch import Tensor, nn
 
 from flashrl.core.interfaces import WeightInfo
 from flashrl.core.names import LayerRules, NameIndex
 from flashrl.core.profiles import Profile
-from flashrl.core.pushes import split_experts
+from flashrl.core.pushes import EXPERT_LAYOUTS, ExpertLayout, split_experts
 from flashrl.core.quantize import dequantize
 from flashrl.core.schemes import QuantScheme
 from flashrl.core.smoothing import Smoothing
@@ -202,7 +203,11 @@ class Conversion:
             infos[name] = WeightInfo(
                 shape=tuple(kept.shape), dtype=kept.dtype, aliases=tuple(aliases)
             )
-        return infos
+        layout = EXPERT_LAYOUTS.get(getattr(self._model.config, "model_type", ""), ExpertLayout())
+        return {
+            name: attrs.evolve(info, aliases=(*info.aliases, *_names_on_disk(name, layout)))
+            for name, info in infos.items()
+        }
 
 
 def _convertible(model: nn.Module, scheme: QuantScheme) -> Iterator[tuple[str, nn.Module]]:
@@ -229,6 +234,20 @@ def _make_quantized(module: nn.Module, scheme: QuantScheme) -> nn.Module:
             device=module.weight.device,
         )
     return QuantizedExperts(module, scheme)
+
+
+def _names_on_disk(name: str, layout: ExpertLayout) -> Iterator[str]:
+    """What the checkpoint calls a tensor, where that is not what the model calls it."""
+    on_disk = name.replace(".mlp.", f".{layout.block}.")
+    if ".experts." in name:
+        for ours, theirs in (
+            ("gate_proj", layout.gate),
+            ("up_proj", layout.up),
+            ("down_proj", layout.down),
+        ):
+            on_disk = on_disk.replace(f".{ours}.", f".{theirs}.")
+    if on_disk != name:
+        yield on_disk
 
 
 def _weights_of(module: nn.Module) -> list[nn.Parameter]:
