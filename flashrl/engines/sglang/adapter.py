@@ -1,0 +1,92 @@
+"""The adapter: knows SGLang's engine when it sees one, and how to start it 8-bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from flashrl.core.schemes import PRESETS, QuantScheme
+from flashrl.core.viability import Viability
+from flashrl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from flashrl.core.profiles import Profile
+    from flashrl.engines.sglang.attached import AttachedSGLang
+
+__all__ = ["SGLangAdapter"]
+
+_OLDEST = (0, 5, 12)
+
+
+class SGLangAdapter:
+    """Makes ``sgl.Engine`` 8-bit, running or from its start."""
+
+    name = "sglang"
+
+    def check(self) -> Viability:
+        """Whether a version of SGLang is installed that is known here."""
+        try:
+            version = metadata.version("sglang")
+        except metadata.PackageNotFoundError:
+            return Viability(
+                ok=False, reason="sglang is not installed; pip install 'flashrl[sglang]'"
+            )
+        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+        if numbers < _OLDEST:
+            return Viability(
+                ok=False,
+                reason=f"sglang {version} is too old; pip install 'sglang>=0.5.12'",
+                versions={"sglang": version},
+            )
+        return Viability(ok=True, versions={"sglang": version})
+
+    def owns(self, engine: object) -> bool:
+        """Whether it is an ``sgl.Engine``; told by its class, so nothing is imported."""
+        return any(
+            kind.__name__ == "Engine" and kind.__module__.split(".")[0] == "sglang"
+            for kind in type(engine).__mro__
+        )
+
+    def launch_args(
+        self, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> Mapping[str, Any]:
+        """Keyword arguments of ``sgl.Engine`` that start it 8-bit.
+
+        A preset has a name in SGLang; any other scheme travels in the model's configuration.
+
+        Raises:
+            UnsupportedError: There is a profile.
+        """
+        _refuse_profile(profile)
+        if not scheme.quantized:
+            return {}
+        if PRESETS.get(scheme.name) == scheme:
+            return {"quantization": f"flashrl_{scheme.name}"}
+        from flashrl.engines.sglang.quantization import quantization_config
+
+        override = {"quantization_config": quantization_config(scheme)}
+        return {"quantization": "flashrl", "json_model_override_args": json.dumps(override)}
+
+    def attach(
+        self, engine: Any, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> AttachedSGLang:
+        """Make a running engine 8-bit in place, or take over one that was started 8-bit.
+
+        Raises:
+            SchemeError: The scheme fits no layer, or not one that the message names.
+            UnsupportedError: The engine cannot change any more; the message says how to start it.
+        """
+        from flashrl.engines.sglang.attached import AttachedSGLang
+
+        _refuse_profile(profile)
+        return AttachedSGLang(engine, scheme)
+
+
+def _refuse_profile(profile: Profile | None) -> None:
+    if profile is not None:
+        raise UnsupportedError(
+            "profiles are not applied in SGLang; leave it out (scales are computed at every "
+            "update), or fold the smoothing factors into the checkpoint"
+        )

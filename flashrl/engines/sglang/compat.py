@@ -1,0 +1,350 @@
+"""Everything that differs between versions of SGLang, and the few places where it is patched.
+
+Written for 0.5.12, 0.5.20 and 0.5.23.  Patches go through SGLang's own hooks; one whose target is
+gone in a newer version is an error at start, not a silence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashrl.core.schemes import QuantScheme
+from flashrl.errors import UnsupportedError
+
+__all__ = [
+    "check_engine",
+    "combine_input",
+    "cuda_product",
+    "data_parallel_rank",
+    "draws_repeat",
+    "generate",
+    "largest_support",
+    "model_of",
+    "model_type_of",
+    "rank_of",
+    "register",
+    "reports_tempered",
+    "tensor_parallel_rank",
+    "triton_moe_quant_info",
+    "triton_moe_runner",
+    "update_answer",
+    "weight_update",
+]
+
+logger = logging.getLogger(__name__)
+
+_MANAGERS = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+    "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin",  # 0.5.12
+)
+_DIRECT = (
+    "sglang.srt.model_executor.model_runner_components.weight_updater._model_load_weights_direct",
+    "sglang.srt.model_executor.model_runner._model_load_weights_direct",  # 0.5.12
+)
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_registered = False
+
+
+def register() -> None:
+    """Make the quantizations known and put the hooks in place; idempotent."""
+    global _registered
+    if _registered:
+        return
+    from flashrl.engines.sglang import hooks
+    from flashrl.engines.sglang.quantization import CONFIGS
+
+    registry = importlib.import_module("sglang.srt.layers.quantization")
+    for table in ("BASE_QUANTIZATION_METHODS", "QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"):
+        getattr(registry, table).update(CONFIGS)
+    server_args = importlib.import_module("sglang.srt.server_args")
+    server_args.add_quantization_method_choices(list(CONFIGS))
+
+    manager = _first_of(_MANAGERS)
+    for target, kind, hook in (
+        ("sglang.srt.configs.model_config.ModelConfig._verify_quantization", "BEFORE",
+         hooks.follow_config),
+        ("sglang.srt.model_loader.loader._initialize_model", "AFTER", hooks.guard_model),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER",
+         hooks.check_start),
+        (_first_of(_DIRECT), "AROUND", hooks.load_direct),
+        (f"{manager}.update_weights_from_tensor", "AROUND", hooks.survive_update),
+        (f"{manager}.update_weights_from_distributed", "AROUND", hooks.survive_update),
+        (f"{manager}.update_weights_from_disk", "AROUND", hooks.survive_update_from_disk),
+        (f"{manager}.release_memory_occupation", "AFTER", hooks.note_release),
+        (f"{_SCHEDULER}._add_request_to_queue", "BEFORE", hooks.refuse_without_weights),
+    ):  # fmt: skip
+        _hook(target, kind, hook)
+    pkgutil.resolve_name(_SCHEDULER).flashrl = hooks.handle_command
+    _registered = True
+
+
+def _first_of(paths: tuple[str, ...]) -> str:
+    for path in paths:
+        try:
+            pkgutil.resolve_name(path)
+        except (ImportError, AttributeError):
+            continue
+        return path
+    raise UnsupportedError(
+        f"this version of SGLang has none of {', '.join(paths)}; flashrl knows 0.5.12 to 0.5.23"
+    )
+
+
+def _hook(target: str, kind: str, hook: Callable[..., Any]) -> None:
+    """Register a hook whose target is there."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    _first_of((target,))
+    HookRegistry.register(target, hook, HookType[kind])
+    logger.info("hooked %s: %s", target, (hook.__doc__ or "").split("\n")[0])
+
+
+def model_of(scheduler: Any) -> nn.Module:
+    """The model that a scheduler runs."""
+    model: nn.Module = scheduler.tp_worker.model_runner.model
+    return model
+
+
+def model_type_of(model: nn.Module) -> str:
+    """``config.model_type``."""
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def tensor_parallel_rank(scheduler: Any) -> int:
+    """A scheduler's rank among those that share a model."""
+    return int(scheduler.tp_group.rank_in_group)
+
+
+def data_parallel_rank() -> int:
+    """This process's data-parallel rank; 0 without data parallelism, and in the main process."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        rank = get_parallel().dp_rank
+    except (ImportError, AttributeError, RuntimeError):  # 0.5.12, or nothing published yet
+        rank = None
+    return int(rank or 0)
+
+
+def rank_of(layer: nn.Module) -> tuple[int, int]:
+    """The part of a layer that this rank has, and how many there are."""
+    if hasattr(layer, "tp_rank") and hasattr(layer, "tp_size"):
+        return int(layer.tp_rank), int(layer.tp_size)
+    group = getattr(layer, "tp_group", None)
+    return (0, 1) if group is None else (int(group.rank_in_group), int(group.world_size))
+
+
+def combine_input(hidden_states: Tensor) -> Any:
+    """What a mixture of experts hands on."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    return StandardCombineInput(hidden_states=hidden_states)
+
+
+def triton_moe_runner(config: Any) -> Any:
+    """SGLang's fused kernel for experts."""
+    from sglang.srt.layers.moe import MoeRunner, MoeRunnerBackend
+
+    return MoeRunner(MoeRunnerBackend.TRITON, config)
+
+
+def triton_moe_quant_info(
+    scheme: QuantScheme, w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor
+) -> Any:
+    """What SGLang's fused kernel has to know about 8-bit experts."""
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+    block = scheme.block_structure
+    return TritonMoeQuantInfo(
+        w13_weight=w13,
+        w2_weight=w2,
+        use_int8_w8a8=scheme.type == "int",
+        use_fp8_w8a8=scheme.type == "float",
+        per_channel_quant=block is None,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        block_shape=None if block is None else list(block),
+    )
+
+
+def cuda_product(scheme: QuantScheme) -> tuple[str, Any]:
+    """SGLang's kernels for a scheme on CUDA; see :func:`choose_product`."""
+    if scheme.type == "int":
+        from sgl_kernel import int8_scaled_mm
+
+        per_token_quant_int8 = _quantizer(
+            ("sglang.kernels.ops.quantization.int8_kernel", "per_token_quant_int8"),
+            ("sglang.srt.layers.quantization.int8_kernel", "per_token_quant_int8"),
+        )
+
+        def int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+            values, input_scale = per_token_quant_int8(x.contiguous())
+            y: Tensor = int8_scaled_mm(
+                values, weight.t(), input_scale, scale, out_dtype=x.dtype, bias=bias
+            )
+            return y
+
+        return "sgl_kernel int8_scaled_mm", int8
+    from sglang.srt.layers.quantization import fp8_utils
+
+    if scheme.block_structure is not None:
+        block = list(scheme.block_structure)
+        linear = fp8_utils.dispatch_w8a8_block_fp8_linear()
+
+        def blocks(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+            y: Tensor = linear(
+                input=x.contiguous(), weight=weight, block_size=block, weight_scale=scale, bias=bias
+            )
+            return y
+
+        return f"{getattr(linear, '__name__', 'fp8 block linear')}", blocks
+
+    from sgl_kernel import fp8_scaled_mm
+
+    per_token_group_quant_fp8 = _quantizer(
+        ("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_quant_fp8"),
+        ("sglang.srt.layers.quantization.fp8_kernel", "sglang_per_token_quant_fp8"),
+    )
+
+    def fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        values, input_scale = per_token_group_quant_fp8(x.contiguous())
+        y: Tensor = fp8_scaled_mm(
+            values, weight.t(), input_scale, scale, out_dtype=x.dtype, bias=bias
+        )
+        return y
+
+    return "sgl_kernel fp8_scaled_mm", fp8
+
+
+def _quantizer(*places: tuple[str, str]) -> Any:
+    """A function of SGLang's that moved between versions."""
+    for module, name in places:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise UnsupportedError(f"this version of SGLang has no {places[0][1]}")
+
+
+def check_engine(engine: Any, scheme: QuantScheme) -> None:
+    """Refuse an engine whose weights this library cannot reach or change.
+
+    Raises:
+        UnsupportedError: Says what about the engine, and how to start it instead.
+    """
+    args = engine.server_args
+    started = str(getattr(args, "quantization", None) or "").startswith("flashrl")
+    for found, why in (
+        (getattr(args, "dp_size", 1) > 1, "runs several replicas (dp_size)"),
+        (getattr(args, "pp_size", 1) > 1, "is a pipeline (pp_size)"),
+        (getattr(args, "speculative_algorithm", None), "drafts tokens (speculative_algorithm)"),
+    ):
+        if found:
+            raise UnsupportedError(
+                f"the engine {why}, and flashrl.attach reaches one model on tensor-parallel ranks; "
+                "start one engine a replica, or set FLASHRL_CONFIG before the engine starts"
+            )
+    graphs = getattr(args, "device", "cpu") == "cuda" and not args.disable_cuda_graph
+    if graphs and not started and scheme.quantized:
+        raise UnsupportedError(
+            "the engine's CUDA graphs were captured with its 16-bit layers; start it with "
+            f"sgl.Engine(model, **flashrl.launch_args('sglang', {scheme.name!r})), or with "
+            "disable_cuda_graph=True to attach later"
+        )
+
+
+def reports_tempered() -> bool:
+    """Whether reported log-probabilities are divided by the temperature before the softmax."""
+    value = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "false").lower()
+    return value not in ("1", "true", "yes")
+
+
+def largest_support(engine: Any) -> int:
+    """How many surviving tokens an engine can report; 0 where it cannot."""
+    io_struct = importlib.import_module("sglang.srt.managers.io_struct")
+    fields = getattr(io_struct.GenerateReqInput, "__dataclass_fields__", {})
+    if "return_sampling_mask" not in fields:
+        return 0
+    return int(getattr(engine.server_args, "sampling_mask_max_tokens", 0))
+
+
+def draws_repeat(engine: Any) -> bool:
+    """Whether a request's seed has an effect."""
+    return bool(getattr(engine.server_args, "enable_deterministic_inference", False))
+
+
+@contextmanager
+def weight_update(engine: Any) -> Iterator[None]:
+    """The session that 0.5.23 wants around pushes; one that is open already is used."""
+    opened = False
+    if hasattr(engine, "begin_weight_update"):
+        opened = bool(engine.begin_weight_update()[0])
+    try:
+        yield
+    finally:
+        if opened:
+            engine.end_weight_update()
+
+
+def generate(
+    engine: Any, input_ids: list[list[int]], sampling_params: dict[str, Any], *, support: bool
+) -> list[dict[str, Any]]:
+    """Send requests past ``Engine.generate``, which does not pass ``return_sampling_mask`` on.
+
+    Args:
+        engine: SGLang's.
+        input_ids: Tokens of each prompt.
+        sampling_params: As SGLang takes them.
+        support: Ask for log-probabilities within the support that was sampled from.
+    """
+    io_struct = importlib.import_module("sglang.srt.managers.io_struct")
+    extra = {"return_sampling_mask": True} if support else {}
+    request = io_struct.GenerateReqInput(
+        input_ids=input_ids, sampling_params=sampling_params, return_logprob=True, **extra
+    )
+    responses = engine.tokenizer_manager.generate_request(request, None)
+    answer: list[dict[str, Any]] = engine.loop.run_until_complete(responses.__anext__())
+    return answer
+
+
+class _Answer:
+    """How a scheduler says that an update failed.
+
+    Args:
+        name: The output's class.
+        waits: Whether the ranks meet at a barrier before they answer.
+        extra: What else the output carries.
+    """
+
+    def __init__(self, name: str, *, waits: bool, **extra: Any) -> None:
+        self._name, self.waits, self._extra = name, waits, extra
+
+    def make(self, message: str) -> Any:
+        """The answer."""
+        io_struct = importlib.import_module("sglang.srt.managers.io_struct")
+        return getattr(io_struct, self._name)(success=False, message=message, **self._extra)
+
+
+_ANSWERS = {
+    "UpdateWeightsFromTensorReqInput": _Answer("UpdateWeightsFromTensorReqOutput", waits=True),
+    "UpdateWeightsFromDistributedReqInput": _Answer(
+        "UpdateWeightsFromDistributedReqOutput", waits=False
+    ),
+    "UpdateWeightFromDiskReqInput": _Answer(
+        "UpdateWeightFromDiskReqOutput", waits=False, num_paused_requests=0
+    ),
+}
+
+
+def update_answer(request: Any) -> _Answer:
+    """How a scheduler says that an update of this kind failed."""
+    return _ANSWERS[type(request).__name__]

@@ -1,0 +1,90 @@
+"""SGLang calls :func:`register` in the main process and in every scheduler, before it starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from flashrl.core.config import Entry, load_config
+from flashrl.core.schemes import QuantScheme
+from flashrl.errors import FlashRLError, UnsupportedError
+
+__all__ = ["register", "scheme_of_rank"]
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make FlashRL's quantizations known; with FLASHRL_CONFIG set, use them.  Idempotent.
+
+    SGLang logs what a plugin raises and goes on without it.  When FLASHRL_CONFIG asks for 8 bit,
+    going on in 16 bit would be silent, so the process ends instead.
+
+    Raises:
+        SystemExit: FLASHRL_CONFIG is set and cannot be followed.
+    """
+    try:
+        from flashrl.engines.sglang import compat
+
+        compat.register()
+        if "FLASHRL_CONFIG" in os.environ:
+            _check_entries()
+    except Exception as error:
+        if not os.environ.get("FLASHRL_CONFIG"):
+            raise
+        logger.exception("flashrl could not be set up in SGLang")
+        sys.exit(
+            f"FLASHRL_CONFIG={os.environ['FLASHRL_CONFIG']!r} cannot be followed in SGLang: {error}"
+        )
+
+
+def entry_of_rank() -> Entry | None:
+    """What FLASHRL_CONFIG says for this process's data-parallel rank, or None."""
+    config = load_config()
+    if config is None:
+        return None
+    from flashrl.engines.sglang import compat
+
+    return config.for_rank(compat.data_parallel_rank())
+
+
+def scheme_of_rank() -> QuantScheme:
+    """The scheme of this process's data-parallel rank.
+
+    Raises:
+        UnsupportedError: FLASHRL_CONFIG is not set.
+    """
+    entry = entry_of_rank()
+    if entry is None:
+        raise UnsupportedError(
+            "quantization 'flashrl' needs a scheme: start the engine with "
+            "flashrl.launch_args('sglang', scheme), use flashrl_int8 or another preset, "
+            "or set FLASHRL_CONFIG"
+        )
+    return entry.quant_scheme
+
+
+def _check_entries() -> None:
+    """Refuse what no rank could do, before an engine starts.
+
+    Raises:
+        FlashRLError: Names the entry and what it asks for.
+    """
+    config = load_config()
+    for index, entry in enumerate(config.entries if config else ()):
+        faults = [
+            f"{key} is not supported"
+            for key, given in (
+                ("profile", entry.profile is not None),
+                ("kv_cache (pass kv_cache_dtype='fp8_e4m3')", entry.kv_cache is not None),
+                ("lm_head_fp32 (pass enable_fp32_lm_head=True)", entry.lm_head_fp32),
+            )
+            if given
+        ]
+        if faults:
+            raise _Refused(f"configs[{index}]: " + "; ".join(faults))
+
+
+class _Refused(FlashRLError, NotImplementedError):
+    pass

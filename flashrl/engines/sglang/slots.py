@@ -1,0 +1,222 @@
+"""Where each tensor of a checkpoint lives in SGLang's model, on this rank.
+
+SGLang fuses q, k and v, gate and up, and the experts of a layer; a :class:`Slot` says which rows of
+which parameter a checkpoint's tensor is, and which part of it this rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+import attrs
+import torch
+from sglang.srt.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from torch import Tensor, nn
+
+from flashrl.core.names import FUSED
+from flashrl.core.pushes import EXPERT_LAYOUTS, ExpertLayout
+from flashrl.core.schemes import QuantScheme
+from flashrl.engines.sglang import compat
+from flashrl.engines.sglang.storage import QuantizedParameter
+
+__all__ = ["Slot", "by_alias", "find_slots"]
+
+
+@attrs.frozen(kw_only=True)
+class Slot:
+    """One tensor of a checkpoint, on this rank.
+
+    Args:
+        name: Its checkpoint name.
+        parameter: The parameter that it is part of.
+        rows: Which rows, with experts one below the other.
+        shape: Shape of the whole tensor, over all ranks.
+        dim: The axis that is split over ranks, or None.
+        rank: Which part this rank has.
+        ranks: How many parts there are.
+        aliases: Other names of the same tensor.
+    """
+
+    name: str
+    parameter: nn.Parameter = attrs.field(repr=False, eq=False)
+    rows: slice
+    shape: tuple[int, ...]
+    dim: int | None = None
+    rank: int = 0
+    ranks: int = 1
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def scheme(self) -> QuantScheme | None:
+        """How it is quantized, or None."""
+        parameter = self.parameter
+        return parameter.home.scheme if isinstance(parameter, QuantizedParameter) else None
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """What it is stored in."""
+        return self.scheme.dtype if self.scheme else self.parameter.dtype
+
+    def read(self) -> Tensor:
+        """This rank's part, dequantized to float32, on the CPU."""
+        if isinstance(self.parameter, QuantizedParameter):
+            return self.parameter.home.read(self.rows).cpu()
+        return self.held().float().cpu()
+
+    def held(self) -> Tensor:
+        """This rank's part as it is held in 16 bit."""
+        data = self.parameter.detach()
+        if data.ndim == 3 and len(self.shape) == 2:
+            data = data.flatten(0, 1)
+        return data[self.rows] if data.ndim else data
+
+
+def find_slots(model: nn.Module, *, model_type: str = "") -> dict[str, Slot]:
+    """Every tensor that a full update of a model brings, by checkpoint name.
+
+    Args:
+        model: A model of SGLang's.
+        model_type: Its ``config.model_type``, which says what the experts are called.
+    """
+    layout = EXPERT_LAYOUTS.get(model_type, ExpertLayout())
+    slots: dict[str, Slot] = {}
+    name_of: dict[int, str] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for slot in _slots_of(module_name, module, layout):
+            key = hash((id(slot.parameter), slot.rows.start))
+            if key not in name_of:
+                name_of[key] = slot.name
+                slots[slot.name] = slot
+            elif name_of[key] != slot.name:
+                first = slots[name_of[key]]
+                slots[first.name] = attrs.evolve(first, aliases=(*first.aliases, slot.name))
+    return slots
+
+
+def _slots_of(name: str, module: nn.Module, layout: ExpertLayout) -> Iterator[Slot]:
+    if isinstance(module, LinearBase):
+        yield from _linear_slots(name, module)
+    elif isinstance(module, FusedMoE):
+        yield from _expert_slots(name, module, layout)
+    elif isinstance(module, VocabParallelEmbedding):
+        yield from _embedding_slots(name, module)
+    else:
+        prefix = f"{name}." if name else ""
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield _whole(prefix + leaf, parameter)
+
+
+def _whole(name: str, parameter: nn.Parameter) -> Slot:
+    shape = tuple(parameter.shape)
+    return Slot(
+        name=name, parameter=parameter, rows=slice(0, shape[0] if shape else 0), shape=shape
+    )
+
+
+def _linear_slots(name: str, layer: nn.Module) -> Iterator[Slot]:
+    rank, ranks = compat.rank_of(layer)
+    parts = _column_parts(name, layer, rank, ranks)
+    for leaf in ("weight", "bias"):
+        parameter = getattr(layer, leaf, None)
+        if parameter is None:
+            continue
+        columns = tuple(parameter.shape[1:])
+        if isinstance(layer, RowParallelLinear) and leaf == "weight":
+            whole = _whole(f"{name}.{leaf}", parameter)
+            shape = (whole.shape[0], columns[0] * ranks)
+            yield attrs.evolve(whole, shape=shape, dim=1, rank=rank, ranks=ranks)
+        elif not isinstance(layer, ColumnParallelLinear):
+            yield _whole(f"{name}.{leaf}", parameter)
+        else:
+            starts = accumulate((size for _, size, _, _ in parts), initial=0)
+            for (part, size, part_rank, part_ranks), start in zip(parts, starts, strict=False):
+                yield Slot(
+                    name=f"{part}.{leaf}",
+                    parameter=parameter,
+                    rows=slice(start, start + size),
+                    shape=(size * part_ranks, *columns),
+                    dim=0,
+                    rank=part_rank,
+                    ranks=part_ranks,
+                )
+
+
+def _column_parts(
+    name: str, layer: nn.Module, rank: int, ranks: int
+) -> list[tuple[str, int, int, int]]:
+    """Name, rows, rank and ranks of each tensor that a column-parallel layer is made of."""
+    parent, dot, leaf = name.rpartition(".")
+    shards = FUSED.get(leaf, ())
+    if isinstance(layer, QKVParallelLinear) and len(shards) == 3:
+        replicas = layer.num_kv_head_replicas
+        sizes = (layer.q_proj_shard_size, layer.kv_proj_shard_size, layer.v_proj_shard_size)
+        owners = ((rank, ranks), *[(rank // replicas, ranks // replicas)] * 2)
+        return [
+            (parent + dot + shard, size, *owner)
+            for shard, size, owner in zip(shards, sizes, owners, strict=True)
+        ]
+    if isinstance(layer, MergedColumnParallelLinear) and len(shards) == len(layer.output_sizes):
+        return [
+            (parent + dot + shard, size // ranks, rank, ranks)
+            for shard, size in zip(shards, layer.output_sizes, strict=True)
+        ]
+    return [(name, getattr(layer, "output_size_per_partition", 0), rank, ranks)]
+
+
+def _expert_slots(name: str, layer: nn.Module, layout: ExpertLayout) -> Iterator[Slot]:
+    rank, ranks = layer.moe_tp_rank, layer.moe_tp_size
+    for leaf, projections, dim in (
+        ("w13_weight", (layout.gate, layout.up), 0),
+        ("w2_weight", (layout.down,), 1),
+    ):
+        parameter = getattr(layer, leaf)
+        experts, rows, columns = parameter.shape
+        size = rows // len(projections)
+        shape = (size * ranks, columns) if dim == 0 else (size, columns * ranks)
+        for expert in range(experts):
+            for index, projection in enumerate(projections):
+                start = expert * rows + index * size
+                yield Slot(
+                    name=f"{name}.{expert}.{projection}.weight",
+                    parameter=parameter,
+                    rows=slice(start, start + size),
+                    shape=shape,
+                    dim=dim,
+                    rank=rank,
+                    ranks=ranks,
+                )
+
+
+def _embedding_slots(name: str, layer: nn.Module) -> Iterator[Slot]:
+    indices = layer.shard_indices
+    size = indices.org_vocab_end_index - indices.org_vocab_start_index
+    rank, ranks = compat.rank_of(layer)
+    for leaf in ("weight", "bias"):
+        parameter = getattr(layer, leaf, None)
+        if parameter is not None:
+            yield Slot(
+                name=f"{name}.{leaf}",
+                parameter=parameter,
+                rows=slice(0, size),
+                shape=(layer.org_vocab_size, *parameter.shape[1:]),
+                dim=0,
+                rank=rank,
+                ranks=ranks,
+            )
+
+
+def by_alias(slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Slots by every name that they have."""
+    named = dict(slots)
+    for slot in slots.values():
+        named.update(dict.fromkeys(slot.aliases, slot))
+    return named
