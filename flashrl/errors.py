@@ -8,10 +8,7 @@ what is allowed, and what to do next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flashrl.core.verify import VerifyReport
+from typing import Any
 
 __all__ = [
     "AdapterError",
@@ -111,6 +108,6 @@ class VerificationError(FlashRLError, RuntimeError):
         report: The :class:`flashrl.core.verify.VerifyReport` behind it, if one was made.
     """
 
-    def __init__(self, message: str, *, report: VerifyReport | None = None) -> None:
+    def __init__(self, message: str, *, report: Any = None) -> None:
         super().__init__(message)
         self.report = report

@@ -16,7 +16,6 @@ import flashrl
 from flashrl.core.profiles import Profile
 from flashrl.core.rollouts import SamplingParams
 from flashrl.core.schemes import get_scheme
-from flashrl.engines.huggingface import products
 from flashrl.errors import (
     AdapterError,
     EngineStateError,
@@ -457,41 +456,6 @@ def test_a_push_during_generation_is_refused(model: Any, other: Any) -> None:
     handle.remove()
     session.update_weights(other.named_parameters())
     assert session.verify(other.named_parameters()).ok
-
-
-# Products
-
-
-@pytest.mark.parametrize("shape", [(1, 16, 8), (3, 33, 5), (20, 2000, 64), (4, 5000, 16)])
-def test_integer_products_agree_bit_for_bit(shape: tuple[int, int, int]) -> None:
-    tokens, columns, rows = shape
-    scheme = get_scheme("int8")
-    weight = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
-    weight[0] = 127
-    scale, x = torch.rand(rows, 1), torch.randn(tokens, columns)
-    x[0] = 1.0
-    expected = products._int_mm(x, weight, scale, scheme)
-    assert torch.equal(products._float32_of_integers(x, weight, scale, scheme), expected)
-
-
-@pytest.mark.parametrize("scheme", ["int8", "fp8_channel", "fp8_tensor", "fp8_block"])
-def test_products_equal_the_float64_product_of_what_is_stored(scheme: str) -> None:
-    from flashrl.core.activations import quantize_activations
-    from flashrl.engines.huggingface.layers import QuantizedLinear
-
-    chosen = get_scheme(scheme)
-    linear = QuantizedLinear(48, 200, chosen)
-    linear.load(torch.randn(48, 200))
-    x = torch.randn(5, 200)
-    values, scale = quantize_activations(x, chosen)
-    if chosen.input_strategy == "group":
-        scale = scale.repeat_interleave(128, dim=1)[:, :200]
-        weight_scale = linear.weight_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        weight_scale = weight_scale[:48, :200]
-    else:
-        weight_scale = linear.weight_scale
-    expected = (values.double() * scale) @ (linear.weight.double() * weight_scale).t()
-    assert torch.allclose(linear(x).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 # What is refused
