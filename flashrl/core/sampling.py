@@ -1,6 +1,6 @@
 """The distribution that a token is really drawn from, and the draw.
 
-The steps and their order are vLLM's (V1 sampler, 0.24 to 0.32):
+The steps and their order are vLLM's (V1 sampler, read in 0.32):
 
 1. ids past the tokenizer are ruled out (``num_valid_tokens``)
 2. logit bias
@@ -13,11 +13,11 @@ The steps and their order are vLLM's (V1 sampler, 0.24 to 0.32):
 
 At temperature 0 the choice is greedy and steps 4 to 7 do nothing.
 
-Where others differ: SGLang applies the penalties before the bias, counts only the response for the
-repetition penalty, cuts top-k at exactly k and measures p against the mass before top-k.
-Transformers counts padding as prompt for the repetition penalty and applies min-p last.  All break
-ties at the edge of top-p as their sort happens to.  A token at an edge is therefore the one place
-where two engines that agree on the logits can disagree on the support.
+Where others differ: SGLang (0.5.23) applies the penalties before the bias, counts only the response
+for the repetition penalty, cuts top-k at exactly k and measures p against the mass before top-k.
+Transformers (5.24) takes padding for part of the prompt and applies min-p last.  All break ties at
+the edge of top-p as their sort happens to.  A token at an edge is therefore the one place where two
+engines that agree on the logits can disagree on the support.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def sample(
     truncated = truncate_logits(adjusted, params)
     log_probs = truncated.log_softmax(-1)
     if params.greedy:
-        token_ids = log_probs.argmax(-1, keepdim=True)
+        token_ids = truncated.argmax(-1, keepdim=True)  # log_softmax can round two into a tie
     else:
         # Inverse transform.  1 - rand lies in (0, 1], so the first id whose cumulative mass
         # reaches it always exists and never has probability 0.

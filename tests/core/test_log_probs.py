@@ -336,12 +336,16 @@ def test_what_does_not_fit_is_refused(
         compute_log_probs(**{**arguments, **changes})
 
 
+@pytest.mark.parametrize("mask", [None, torch.tensor([[0, 1, 1], [1, 0, 1]])])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_make_no_distribution_are_an_error(bad: float) -> None:
+def test_logits_that_make_no_distribution_are_an_error(
+    bad: float, mask: torch.Tensor | None
+) -> None:
     logits = torch.zeros(2, 3, VOCAB)
     logits[1, 2, 7] = bad
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(NonFiniteError, match=r"logits\[1, 2\] hold NaN or \+inf"):
-        compute_log_probs(logits, torch.zeros(2, 3, dtype=torch.int64))
+        compute_log_probs(logits, tokens, response_mask=mask)
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(VOCAB, 7), torch.zeros(VOCAB)])

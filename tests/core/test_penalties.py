@@ -32,7 +32,7 @@ def test_an_empty_prompt_is_no_special_case() -> None:
 def test_a_finished_sequence_is_not_counted() -> None:
     history = TokenHistory.start(torch.zeros(2, 1, dtype=torch.int64), vocab_size=VOCAB)
     history.append(torch.tensor([5, 6]), torch.tensor([True, False]))
-    history.append(torch.tensor([5, -1]), torch.tensor([True, False]))
+    history.append(torch.tensor([5, 10_000]), torch.tensor([True, False]))
     assert history.counts.sum(-1).tolist() == [2, 0]
     assert history.counts[0, 5] == 2
 

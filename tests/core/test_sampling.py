@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
@@ -185,6 +187,30 @@ def test_support_at_the_edge(
     assert kept.nonzero().flatten().tolist() == support
 
 
+def test_the_edge_is_where_exact_fractions_put_it() -> None:
+    """Every distribution in tenths, every bound in tenths: top-p and min-p against Fractions.
+
+    Plain float32 sums land on either side of such bounds.
+    """
+    tenths = [Fraction(n, 10) for n in range(1, 11)]
+    vectors = [
+        [b - a for a, b in pairwise((Fraction(0), *cuts, Fraction(1)))]
+        for size in range(4)
+        for cuts in combinations(tenths[:-1], size)
+    ]
+    for probs in vectors:
+        logits = torch.tensor([float(p) for p in probs]).log()
+        order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+        for bound in tenths:
+            before = accumulate((probs[token] for token in order), initial=Fraction(0))
+            nucleus = {token for token, mass in zip(order, before, strict=False) if mass < bound}
+            kept = process_logits(logits, SamplingParams(top_p=float(bound))) > -math.inf
+            assert set(kept.nonzero().flatten().tolist()) == nucleus, (probs, bound)
+            likely = {token for token in order if probs[token] >= bound * max(probs)}
+            kept = process_logits(logits, SamplingParams(min_p=float(bound))) > -math.inf
+            assert set(kept.nonzero().flatten().tolist()) == likely, (probs, bound)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_logits_are_raised_first(dtype: torch.dtype) -> None:
     """The result is that of the same logits given in float32, to the bit."""
@@ -291,6 +317,14 @@ def test_greedy_reports_the_untempered_log_prob() -> None:
     drawn = sample(torch.tensor([[2.0, 1.0, 0.0]]), SamplingParams(temperature=0.0))
     assert drawn.token_ids.tolist() == [0]
     assert drawn.log_probs.item() == pytest.approx(-0.4076, abs=1e-4)
+
+
+def test_greedy_takes_the_largest_logit_however_close() -> None:
+    """Over a large vocabulary log_softmax rounds logits this close to one value."""
+    logits = torch.zeros(1, 50_000)
+    logits[0, 777] = 1e-8
+    assert logits.log_softmax(-1).unique().numel() == 1
+    assert sample(logits, SamplingParams(temperature=0.0)).token_ids.tolist() == [777]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), PARAMS["greedy"], SamplingParams(top_p=0.5)])
