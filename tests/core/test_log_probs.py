@@ -106,7 +106,7 @@ def test_law_the_chunk_size_does_not_matter(chunk_size: int, masked: bool) -> No
     tokens = torch.randint(0, VOCAB, (3, 9), generator=generator)
     options: dict[str, Any] = {"params": EVERYTHING, "prompt_ids": tokens[:, :2]}
     if masked:
-        options["response_mask"] = torch.arange(9) < torch.tensor([[9], [4], [0]])
+        options["response_mask"] = torch.tensor([[1, 0, 1] * 3, [0, 1, 1] * 3, [0] * 9])
     whole = compute_log_probs(logits, tokens, **options, chunk_size=1000)
     parts = compute_log_probs(logits, tokens, **options, chunk_size=chunk_size)
     assert torch.equal(whole.log_probs, parts.log_probs)
@@ -248,6 +248,23 @@ def test_the_full_logits_never_exist(backward: bool, params: SamplingParams) -> 
             (scored.log_probs.exp() + scored.log_mass).sum().backward()
     assert largest.num_elements <= chunk_size * vocab < rows * vocab / 10
     assert (weight.grad is not None) == backward
+
+
+def test_nothing_of_the_logits_is_kept_for_the_backward_pass() -> None:
+    """All chunks together would be the full logits again: they are computed anew instead."""
+    vocab, rows, kept = 2000, 4 * 64, 0
+    hidden, weight = torch.randn(4, 64, 8, requires_grad=True), torch.randn(vocab, 8)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute_log_probs_from_hidden(
+            hidden, weight, torch.zeros(4, 64, dtype=torch.int64), chunk_size=16
+        )
+    assert kept < rows * vocab / 10
 
 
 def test_logits_are_raised_to_float32_a_chunk_at_a_time() -> None:
