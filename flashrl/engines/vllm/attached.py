@@ -47,10 +47,9 @@ class AttachedVLLM:
                 f"the engine was started with scheme {launched['name']!r}, and attach got "
                 f"{scheme.name!r}; attach with the first, or start an engine with the second"
             )
-        self._workers.call("attach", attrs.asdict(scheme))
+        self._log_probs_mode = self._workers.call("attach", attrs.asdict(scheme))[0]
         self._launched = launched is not None
         self._infos: dict[str, WeightInfo] | None = None
-        self._incomplete = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -130,6 +129,12 @@ class AttachedVLLM:
             )
 
     def _check_exact(self) -> None:
+        if self._log_probs_mode != "processed_logprobs":
+            raise UnsupportedError(
+                f"the engine reports {self._log_probs_mode}, not the log-probability of the "
+                "distribution sampled; start it with logprobs_mode='processed_logprobs', as "
+                "flashrl.launch_args('vllm', scheme) does"
+            )
         core = getattr(self._engine, "llm_engine", self._engine)
         if core.vllm_config.speculative_config is not None:
             raise UnsupportedError(

@@ -15,7 +15,7 @@ import attrs
 from torch import Tensor, nn
 
 from flashrl.core.schemes import QuantScheme
-from flashrl.errors import UnsupportedError
+from flashrl.errors import EngineStateError, UnsupportedError
 
 __all__ = [
     "add_worker_method",
@@ -28,7 +28,10 @@ __all__ = [
     "forget_reload",
     "inject_engine_args",
     "restore_engine_args",
+    "restore_sampler",
+    "settle_reload",
     "tensor_parallel_group",
+    "use_processed_log_probs",
 ]
 
 logger = logging.getLogger(__name__)
@@ -157,6 +160,26 @@ def forget_reload(model: nn.Module) -> None:
     record_metadata_for_reloading(model)
 
 
+def settle_reload(model: nn.Module) -> None:
+    """Take vLLM's reload wrappers off parameters that a reload left behind.
+
+    After a reload that brings nothing for a layer, vLLM forgets to unwrap the loader of its bias,
+    and the next load of that bias is dropped without a word.
+
+    Raises:
+        EngineStateError: A reload is under way.
+    """
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            raise EngineStateError(
+                "a weight update through vLLM's own reload is under way; finish it first"
+            )
+        loader: Any = getattr(parameter, "weight_loader", None)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = loader.__wrapped__
+            parameter.weight_loader = loader  # type: ignore[attr-defined]
+
+
 def tensor_parallel_group() -> Any:
     """The process group that shares a layer."""
     from vllm.distributed import get_tp_group
@@ -207,3 +230,30 @@ def restore_engine_args() -> None:
 
     patched = EngineArgs.create_engine_config
     EngineArgs.create_engine_config = getattr(patched, "flashrl_original", patched)
+
+
+def use_processed_log_probs(worker: Any) -> Any:
+    """Let a running worker report log-probabilities of the distribution that it samples.
+
+    Args:
+        worker: vLLM's worker.
+
+    Returns:
+        The sampler that was in use, for :func:`restore_sampler`; None if nothing had to change.
+    """
+    from vllm.v1.sample.sampler import Sampler
+
+    config, runner = worker.vllm_config.model_config, worker.model_runner
+    sampler = getattr(runner, "sampler", None)
+    if config.logprobs_mode == "processed_logprobs" or type(sampler) is not Sampler:
+        return None
+    config.logprobs_mode = "processed_logprobs"
+    runner.sampler = Sampler(logprobs_mode="processed_logprobs")
+    return sampler
+
+
+def restore_sampler(worker: Any, sampler: Any) -> None:
+    """Undo :func:`use_processed_log_probs`."""
+    if sampler is not None:
+        worker.vllm_config.model_config.logprobs_mode = sampler.logprobs_mode
+        worker.model_runner.sampler = sampler

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     register_weight_loader_v2_supported_method,
@@ -82,13 +84,14 @@ class QuantizedWeight(ModelWeightParameter):  # type: ignore[misc]
             # A layerwise reload: vLLM counts the elements that a loader copies to a parameter
             # without data, keeps a reference, and calls again with a temporary parameter when the
             # layer is complete.  By then the sender may have overwritten its buffer, so the shard
-            # goes home now and not then.
+            # goes home now, uncounted, and not then.
             self.data.narrow(0, row, part.shape[0]).copy_(part)
             self.is_temporary = True
         elif self.is_temporary:
             return
         try:
-            self.storage.load(part, row=row, scale=self._shared_scale(whole))
+            with _disable_current_modes() if self.is_meta else nullcontext():
+                self.storage.load(part, row=row, scale=self._shared_scale(whole))
         except FlashRLError as error:
             note_fault(error)
 

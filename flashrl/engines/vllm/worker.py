@@ -18,7 +18,7 @@ from flashrl.core.interfaces import NamedTensors
 from flashrl.core.schemes import QuantScheme
 from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.checkpoint_names import checkpoint_shapes
-from flashrl.engines.vllm.conversion import convert, convert_back
+from flashrl.engines.vllm.conversion import Converted, convert, convert_back
 from flashrl.engines.vllm.linear import FlashRLLinearMethod
 from flashrl.engines.vllm.loading import load_weights
 from flashrl.engines.vllm.placement import Piece, find_pieces, storages_of
@@ -61,7 +61,9 @@ class WorkerEngine:
         self._model: nn.Module = worker.get_model()
         self._pieces: dict[str, list[Piece]] | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._converted: list[Any] = []
+        self._scheme: QuantScheme | None = None
+        self._converted: list[Converted] = []
+        self._sampler: Any = None
 
     def launched_scheme(self) -> dict[str, Any] | None:
         """Fields of the scheme that the engine was started with, or None."""
@@ -69,16 +71,24 @@ class WorkerEngine:
         scheme = getattr(config, "scheme", None)
         return compat.scheme_fields(scheme) if isinstance(scheme, QuantScheme) else None
 
-    def attach(self, scheme: Mapping[str, Any]) -> None:
-        """Make the running model 8-bit."""
-        if not self._converted and self.launched_scheme() is None:
-            self._converted = convert(self._model, QuantScheme(**scheme), self._worker)
+    def attach(self, scheme: Mapping[str, Any]) -> str:
+        """Make the running model 8-bit; returns what its log-probabilities are of."""
+        wanted = QuantScheme(**scheme)
+        if self.launched_scheme() is None and wanted != self._scheme:
+            if self._scheme is not None:
+                convert_back(self._converted, self._model)
+            self._converted = convert(self._model, wanted, self._worker)
+            self._scheme = wanted
         self._pieces = None
+        self._sampler = self._sampler or compat.use_processed_log_probs(self._worker)
+        return str(self._worker.vllm_config.model_config.logprobs_mode)
 
     def detach(self) -> None:
         """Make the model 16-bit again."""
         convert_back(self._converted, self._model)
-        self._converted, self._pieces = [], None
+        compat.restore_sampler(self._worker, self._sampler)
+        self._scheme, self._converted = None, []
+        self._pieces = self._sampler = None
 
     def weights(self) -> list[list[Any]]:
         """Every tensor of a full update: name, shape, dtype, 8-bit or not, slices, address."""
@@ -96,6 +106,7 @@ class WorkerEngine:
 
     def update(self, named_tensors: NamedTensors) -> dict[str, str]:
         """Load weights; returns why each refused tensor was refused."""
+        compat.settle_reload(self._model)
         quantized = {name for name, pieces in self._find().items() if pieces[0].scheme is not None}
         return load_weights(self._model, named_tensors, quantized)
 
@@ -136,6 +147,7 @@ class WorkerEngine:
 
     def _find(self) -> dict[str, list[Piece]]:
         if self._pieces is None:
+            compat.settle_reload(self._model)
             shapes = checkpoint_shapes(self._worker.vllm_config.model_config)
             self._shapes = shapes
             self._pieces = find_pieces(self._model, shapes, storages_of(self._model).values())
