@@ -93,24 +93,31 @@ def peak_bytes(device: torch.device, call: Callable[[], Any]) -> int | None:
     return resident("VmHWM") - before
 
 
-def seconds(device: torch.device, call: Callable[[], Any], repeats: int) -> float:
-    """Median wall time of a call, after one that warms up."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+def seconds(device: torch.device, call: Callable[[], Any]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def compare(
     device: torch.device, calls: dict[str, Callable[[], torch.Tensor]], repeats: int
 ) -> dict[str, Any]:
-    """Measure the calls, the first of which is ours, and relate it to each of the others."""
-    measured = {
-        name: {"seconds": seconds(device, call, repeats), "peak_bytes": peak_bytes(device, call)}
+    """Measure the calls, the first of which is ours, and relate it to each of the others.
+
+    They take turns, so that a busy machine is busy for all of them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            times[name].append(seconds(device, call))
+    measured: dict[str, dict[str, Any]] = {
+        name: {
+            "seconds": statistics.median(times[name][1:]),  # the first warms up
+            "peak_bytes": peak_bytes(device, call),
+        }
         for name, call in calls.items()
     }
     first, *others = calls

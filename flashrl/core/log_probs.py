@@ -67,7 +67,7 @@ def compute_log_probs(
         log μ and log S, float32, of the tokens' shape, differentiable in the logits.
 
     Raises:
-        ShapeError: Shapes or dtypes disagree.
+        ShapeError: Shapes, dtypes or devices disagree.
         RolloutError: A token lies outside the vocabulary.
         NonFiniteError: A row of logits holds NaN or +inf, or rules out every token.
         ConfigError: ``params`` need the prompts and they are missing, or do not fit the vocabulary.
@@ -187,6 +187,17 @@ def _compute(
             f"token_ids has shape {tuple(shape)}, and what predicts them {tuple(features.shape)}; "
             "one row a token, shifted so that row t predicts token t"
         )
+    for name, tensor in (
+        ("token_ids", token_ids),
+        ("response_mask", response_mask),
+        ("prompt_ids", prompt_ids),
+        ("prompt_mask", prompt_mask),
+    ):
+        if tensor is not None and tensor.device != features.device:
+            raise ShapeError(
+                f"{name} is on {tensor.device}, and what predicts the tokens on {features.device}; "
+                "both must be on one device"
+            )
     if chunk_size < 1:
         raise ConfigError(f"chunk_size is {chunk_size}; allowed: at least 1")
     token_ids = check_token_ids(
@@ -219,25 +230,25 @@ def _compute(
         log_probs = truncated.log_softmax(-1)
         log_mass = compute_log_mass(adjusted, truncated, log_probs)
         chosen = log_probs.gather(-1, ids[:, None]).squeeze(-1)
-        blank = chosen.new_zeros(wanted.shape)
+        if response_mask is None:
+            return chosen, log_mass
+        blank, wanted = chosen.new_zeros(wanted.numel()), wanted.flatten()
         return blank.masked_scatter(wanted, chosen), blank.masked_scatter(wanted, log_mass)
 
+    # A block is some whole sequences or a part of one, so that one follows another in memory.
     num_columns = min(length, chunk_size)
     num_rows = max(1, chunk_size // num_columns)
-    bands = []
+    scores = []
     # split, not slices: its backward joins the pieces once instead of padding each to full size.
     for top, band in zip(range(0, batch, num_rows), torch.split(features, num_rows), strict=True):
-        pieces = []
-        for left, block in zip(
-            range(0, length, num_columns), torch.split(band, num_columns, dim=1), strict=True
-        ):
-            rows, columns = slice(top, top + num_rows), slice(left, left + num_columns)
+        rows, pieces = slice(top, top + num_rows), torch.split(band, num_columns, dim=1)
+        for left, block in zip(range(0, length, num_columns), pieces, strict=True):
+            columns = slice(left, left + num_columns)
             if torch.is_grad_enabled():
-                pieces.append(checkpoint(score, block, rows, columns, use_reentrant=False))
+                scores.append(checkpoint(score, block, rows, columns, use_reentrant=False))
             else:
-                pieces.append(score(block, rows, columns))
-        bands.append([torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)])
-    log_probs, log_mass = (torch.cat(parts).reshape(shape) for parts in zip(*bands, strict=True))
+                scores.append(score(block, rows, columns))
+    log_probs, log_mass = (torch.cat(parts).reshape(shape) for parts in zip(*scores, strict=True))
     return LogProbs(check_log_probs_finite(log_probs), log_mass)
 
 

@@ -219,10 +219,12 @@ def test_gradient_from_hidden_states_equals_finite_differences() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9)])
 def test_hidden_states_give_what_their_logits_give(params: SamplingParams) -> None:
-    hidden, weight = torch.randn(3, 10, 16), torch.randn(VOCAB, 16)
+    hidden, weight, bias = torch.randn(3, 10, 16), torch.randn(VOCAB, 16), torch.randn(VOCAB)
     tokens = torch.randint(0, VOCAB, (3, 10))
-    direct = compute_log_probs(hidden @ weight.T, tokens, params=params)
-    fused = compute_log_probs_from_hidden(hidden, weight, tokens, params=params, chunk_size=4)
+    direct = compute_log_probs(hidden @ weight.T + bias, tokens, params=params)
+    fused = compute_log_probs_from_hidden(
+        hidden, weight, tokens, bias=bias, params=params, chunk_size=4
+    )
     torch.testing.assert_close(fused.log_probs, direct.log_probs)
     torch.testing.assert_close(fused.log_mass, direct.log_mass)
 
@@ -329,6 +331,7 @@ def test_additive_penalties_need_no_prompt() -> None:
         ({"token_ids": torch.tensor([[0, 1, VOCAB], [0, 0, 0]])}, RolloutError, r"\[0, 2\] is 30"),
         ({"token_ids": torch.tensor([[0, 1, 2], [0, -100, 0]])}, RolloutError, "mask padding"),
         ({"response_mask": torch.ones(2, 4)}, ShapeError, r"its mask \(2, 4\)"),
+        ({"response_mask": torch.ones(2, 3, device="meta")}, ShapeError, "is on meta, and what"),
         ({"chunk_size": 0}, ConfigError, "chunk_size is 0; allowed: at least 1"),
         ({"params": SamplingParams(repetition_penalty=1.1)}, ConfigError, "pass prompt_ids"),
         (
