@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,12 +208,15 @@ class AttachedSGLang:
         Raises:
             EngineStateError: Requests are running.
         """
-        answer = self._engine.flush_cache()
-        if not getattr(answer, "success", True):
-            raise EngineStateError(
-                "the engine is generating, so its weights cannot change now; wait for the running "
-                "requests, or abort them"
-            )
+        # A scheduler answers a request a little before it counts it as finished.
+        for wait in (*[0.02] * 50, *[0.2] * 20):
+            if getattr(self._engine.flush_cache(), "success", True):
+                return
+            time.sleep(wait)
+        raise EngineStateError(
+            "the engine is generating, so its weights cannot change now; wait for the running "
+            "requests, or abort them"
+        )
 
 
 def _capabilities(*, support: int, vocab: int) -> Capabilities:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flashrl.core.schemes import QuantScheme
@@ -135,7 +134,7 @@ def data_parallel_rank() -> int:
     return int(rank or 0)
 
 
-def rank_of(layer: nn.Module) -> tuple[int, int]:
+def rank_of(layer: Any) -> tuple[int, int]:
     """The part of a layer that this rank has, and how many there are."""
     if hasattr(layer, "tp_rank") and hasattr(layer, "tp_size"):
         return int(layer.tp_rank), int(layer.tp_size)
@@ -179,9 +178,8 @@ def triton_moe_quant_info(
 def cuda_product(scheme: QuantScheme) -> tuple[str, Any]:
     """SGLang's kernels for a scheme on CUDA; see :func:`choose_product`."""
     if scheme.type == "int":
-        from sgl_kernel import int8_scaled_mm
-
-        per_token_quant_int8 = _quantizer(
+        int8_scaled_mm = _find(("sgl_kernel", "int8_scaled_mm"))
+        per_token_quant_int8 = _find(
             ("sglang.kernels.ops.quantization.int8_kernel", "per_token_quant_int8"),
             ("sglang.srt.layers.quantization.int8_kernel", "per_token_quant_int8"),
         )
@@ -208,9 +206,8 @@ def cuda_product(scheme: QuantScheme) -> tuple[str, Any]:
 
         return f"{getattr(linear, '__name__', 'fp8 block linear')}", blocks
 
-    from sgl_kernel import fp8_scaled_mm
-
-    per_token_group_quant_fp8 = _quantizer(
+    fp8_scaled_mm = _find(("sgl_kernel", "fp8_scaled_mm"))
+    per_token_group_quant_fp8 = _find(
         ("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_quant_fp8"),
         ("sglang.srt.layers.quantization.fp8_kernel", "sglang_per_token_quant_fp8"),
     )
@@ -225,7 +222,7 @@ def cuda_product(scheme: QuantScheme) -> tuple[str, Any]:
     return "sgl_kernel fp8_scaled_mm", fp8
 
 
-def _quantizer(*places: tuple[str, str]) -> Any:
+def _find(*places: tuple[str, str]) -> Any:
     """A function of SGLang's that moved between versions."""
     for module, name in places:
         try:

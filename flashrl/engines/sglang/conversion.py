@@ -25,7 +25,7 @@ __all__ = ["Conversion"]
 class _Swap:
     """One layer, what ran it before, and the storages that took the place of its weights."""
 
-    layer: nn.Module
+    layer: Any
     method: Any
     homes: dict[str, QuantizedStorage]
 
@@ -65,11 +65,11 @@ class Conversion:
             for leaf, home in swap.homes.items():
                 delattr(swap.layer, f"{leaf}_scale")
                 swap.layer.register_parameter(leaf, home.restore())
-            swap.layer.quant_method = swap.method
+            _set_method(swap.layer, swap.method)
         self._swaps = []
 
 
-def _convertible(model: nn.Module, scheme: QuantScheme) -> Iterator[tuple[str, nn.Module]]:
+def _convertible(model: nn.Module, scheme: QuantScheme) -> Iterator[tuple[str, Any]]:
     """The layers to swap, looked at before any is touched."""
     rules = LayerRules.from_scheme(scheme)
     found = [
@@ -87,7 +87,7 @@ def _convertible(model: nn.Module, scheme: QuantScheme) -> Iterator[tuple[str, n
     return iter(found)
 
 
-def _swap(name: str, layer: nn.Module, scheme: QuantScheme) -> _Swap:
+def _swap(name: str, layer: Any, scheme: QuantScheme) -> _Swap:
     before = layer.quant_method
     method: FlashRLLinearMethod | FlashRLMoEMethod
     if isinstance(layer, LinearBase):
@@ -109,8 +109,14 @@ def _swap(name: str, layer: nn.Module, scheme: QuantScheme) -> _Swap:
         }
         method.install(layer, experts, homes["w13_weight"], homes["w2_weight"], loader)
         method.create_moe_runner(layer, layer.moe_runner_config)
-    layer.quant_method = method
+    _set_method(layer, method)
     return _Swap(layer, before, homes)
+
+
+def _set_method(layer: Any, method: Any) -> None:
+    """Some of SGLang's methods are modules, which cannot be overwritten by what is none."""
+    del layer.quant_method
+    layer.quant_method = method
 
 
 def _quantize(
@@ -123,7 +129,7 @@ def _quantize(
     return home
 
 
-def _partition_sizes(layer: nn.Module) -> Sequence[int]:
+def _partition_sizes(layer: Any) -> Sequence[int]:
     if isinstance(layer, ColumnParallelLinear):
         sizes: Sequence[int] = layer.output_partition_sizes
         return sizes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flashrl.core.names import NameIndex
 from flashrl.core.pushes import checkpoint_tensors
-from flashrl.engines.sglang.slots import Slot, by_alias, find_slots
+from flashrl.engines.sglang.slots import by_alias, find_slots
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
 from flashrl.errors import FlashRLError, WeightUpdateError
 
@@ -45,16 +45,17 @@ class WeightGate:
     Until :meth:`open` it lets a checkpoint on disk pass with more than the model has.
     """
 
-    def __init__(self, model: nn.Module, *, model_type: str = "") -> None:
+    def __init__(self, model: Any, *, model_type: str = "") -> None:
         self._model = model
         self._model_type = model_type
         self._load = model.load_weights
         self._opened = False
         self._faults: dict[str, str] = {}
+        self._passed: set[str] = set()
         self.owed: set[str] = set()
         self.refresh()
         model.flashrl_gate = self
-        model.load_weights = self.load_weights  # type: ignore[method-assign]
+        model.load_weights = self.load_weights
 
     def refresh(self) -> None:
         """Look again where tensors live, after layers were swapped."""
@@ -85,8 +86,9 @@ class WeightGate:
         Raises:
             WeightUpdateError: Some tensors were refused, after all others were loaded.
         """
-        self._faults = {}
+        self._faults, self._passed = {}, set()
         result = self._load(self._admit(weights), *args, **kwargs)
+        self.owed -= self._passed - self._faults.keys()
         self._raise_faults()
         if not self._opened:
             for home in self._homes():
@@ -142,15 +144,13 @@ class WeightGate:
             if fault:
                 self._faults[name] = fault
                 continue
-            self.owed.discard(slot.name)
-            yield name, tensor
+            self._passed.add(slot.name)
+            # SGLang knows a tied tensor by its first name only.
+            yield (slot.name if name in slot.aliases else name), tensor
 
     def _refuse(self, home: int, row: int, error: FlashRLError) -> None:
         slot = self._by_row.get((home, row))
-        name = slot.name if slot else f"row {row}"
-        self._faults[name] = str(error)
-        if slot and self.owed:
-            self.owed.add(slot.name)
+        self._faults[slot.name if slot else f"row {row}"] = str(error)
 
     def _raise_faults(self) -> None:
         if not self._faults:

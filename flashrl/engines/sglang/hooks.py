@@ -15,7 +15,7 @@ from flashrl.engines.sglang import compat
 from flashrl.engines.sglang.gate import WeightGate, gate_of
 from flashrl.engines.sglang.plugin import entry_of_rank
 from flashrl.engines.sglang.storage import QuantizedParameter
-from flashrl.errors import EngineStateError
+from flashrl.errors import EngineStateError, FlashRLError
 
 __all__ = [
     "check_start",
@@ -95,7 +95,9 @@ def survive_update_from_disk(original: Any, manager: Any, request: Any) -> Any:
 
 
 def _failed(manager: Any, request: Any, error: Exception) -> Any:
-    logger.error("a weight update failed", exc_info=error)
+    # What was pushed wrongly is in the message; anything else is a surprise and shows its trace.
+    unexpected = None if isinstance(error, FlashRLError) else error
+    logger.error("a weight update failed: %s", error, exc_info=unexpected)
     kind = compat.update_answer(request)
     if kind.waits:
         torch.distributed.barrier(group=manager.tp_cpu_group)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from flashrl.core.schemes import QuantScheme
@@ -18,7 +18,7 @@ from flashrl.errors import UnsupportedError
 
 __all__ = ["FlashRLMoEMethod"]
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+_ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu}
 
 
 class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
@@ -35,7 +35,7 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -51,7 +51,7 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         loader = extra_weight_attrs.get("weight_loader")
         self.install(layer, num_experts, gate_up, down, loader)
 
-    def check(self, layer: nn.Module, *, with_bias: bool) -> None:
+    def check(self, layer: Any, *, with_bias: bool) -> None:
         """Whether the experts are of the kind that is computed here.
 
         Raises:
@@ -80,7 +80,7 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def install(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         gate_up: QuantizedStorage,
         down: QuantizedStorage,
@@ -99,14 +99,14 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.num_experts = num_experts
         self.product = choose_product(self.scheme, gate_up.weight.device)
 
-    def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Keep SGLang's configuration, and its fused kernel on CUDA."""
         self.moe_runner_config = moe_runner_config
         self.runner = None
         if self.gate_up.weight.is_cuda:
             self.runner = compat.triton_moe_runner(moe_runner_config)
 
-    def get_triton_quant_info(self, layer: nn.Module) -> Any:
+    def get_triton_quant_info(self, layer: Any) -> Any:
         """How SGLang's fused kernel reads the experts."""
         return compat.triton_moe_quant_info(
             self.scheme,
@@ -116,10 +116,10 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             layer.w2_weight_scale,
         )
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Nothing is left to do, however often it is called."""
 
-    def apply(self, layer: nn.Module, dispatch_output: Any) -> Any:
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Weighted sum of each token's experts."""
         if self.runner is not None:
             return self.runner.run(dispatch_output, self.get_triton_quant_info(layer))

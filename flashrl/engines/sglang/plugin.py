@@ -8,9 +8,9 @@ import sys
 
 from flashrl.core.config import Entry, load_config
 from flashrl.core.schemes import QuantScheme
-from flashrl.errors import FlashRLError, UnsupportedError
+from flashrl.errors import UnsupportedError
 
-__all__ = ["register", "scheme_of_rank"]
+__all__ = ["entry_of_rank", "register", "scheme_of_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def _check_entries() -> None:
     """Refuse what no rank could do, before an engine starts.
 
     Raises:
-        FlashRLError: Names the entry and what it asks for.
+        UnsupportedError: Names the entry and what it asks for.
     """
     config = load_config()
     for index, entry in enumerate(config.entries if config else ()):
@@ -83,8 +83,4 @@ def _check_entries() -> None:
             if given
         ]
         if faults:
-            raise _Refused(f"configs[{index}]: " + "; ".join(faults))
-
-
-class _Refused(FlashRLError, NotImplementedError):
-    pass
+            raise UnsupportedError(f"configs[{index}]: " + "; ".join(faults))

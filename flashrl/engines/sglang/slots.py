@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 import attrs
 import torch
@@ -66,6 +67,14 @@ class Slot:
         """What it is stored in."""
         return self.scheme.dtype if self.scheme else self.parameter.dtype
 
+    @property
+    def addresses(self) -> list[int]:
+        """Where its values and its scale lie; an update does not move them."""
+        if not isinstance(self.parameter, QuantizedParameter):
+            return [self.parameter.data_ptr()]
+        home = self.parameter.home
+        return [self.parameter.data_ptr(), home.weight.data_ptr(), home.scale.data_ptr()]
+
     def read(self) -> Tensor:
         """This rank's part, dequantized to float32, on the CPU."""
         if isinstance(self.parameter, QuantizedParameter):
@@ -89,10 +98,10 @@ def find_slots(model: nn.Module, *, model_type: str = "") -> dict[str, Slot]:
     """
     layout = EXPERT_LAYOUTS.get(model_type, ExpertLayout())
     slots: dict[str, Slot] = {}
-    name_of: dict[int, str] = {}
+    name_of: dict[tuple[int, int], str] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for slot in _slots_of(module_name, module, layout):
-            key = hash((id(slot.parameter), slot.rows.start))
+            key = id(slot.parameter), slot.rows.start
             if key not in name_of:
                 name_of[key] = slot.name
                 slots[slot.name] = slot
@@ -102,7 +111,7 @@ def find_slots(model: nn.Module, *, model_type: str = "") -> dict[str, Slot]:
     return slots
 
 
-def _slots_of(name: str, module: nn.Module, layout: ExpertLayout) -> Iterator[Slot]:
+def _slots_of(name: str, module: Any, layout: ExpertLayout) -> Iterator[Slot]:
     if isinstance(module, LinearBase):
         yield from _linear_slots(name, module)
     elif isinstance(module, FusedMoE):
@@ -122,7 +131,7 @@ def _whole(name: str, parameter: nn.Parameter) -> Slot:
     )
 
 
-def _linear_slots(name: str, layer: nn.Module) -> Iterator[Slot]:
+def _linear_slots(name: str, layer: Any) -> Iterator[Slot]:
     rank, ranks = compat.rank_of(layer)
     parts = _column_parts(name, layer, rank, ranks)
     for leaf in ("weight", "bias"):
@@ -150,9 +159,7 @@ def _linear_slots(name: str, layer: nn.Module) -> Iterator[Slot]:
                 )
 
 
-def _column_parts(
-    name: str, layer: nn.Module, rank: int, ranks: int
-) -> list[tuple[str, int, int, int]]:
+def _column_parts(name: str, layer: Any, rank: int, ranks: int) -> list[tuple[str, int, int, int]]:
     """Name, rows, rank and ranks of each tensor that a column-parallel layer is made of."""
     parent, dot, leaf = name.rpartition(".")
     shards = FUSED.get(leaf, ())
@@ -172,7 +179,7 @@ def _column_parts(
     return [(name, getattr(layer, "output_size_per_partition", 0), rank, ranks)]
 
 
-def _expert_slots(name: str, layer: nn.Module, layout: ExpertLayout) -> Iterator[Slot]:
+def _expert_slots(name: str, layer: Any, layout: ExpertLayout) -> Iterator[Slot]:
     rank, ranks = layer.moe_tp_rank, layer.moe_tp_size
     for leaf, projections, dim in (
         ("w13_weight", (layout.gate, layout.up), 0),
@@ -196,7 +203,7 @@ def _expert_slots(name: str, layer: nn.Module, layout: ExpertLayout) -> Iterator
                 )
 
 
-def _embedding_slots(name: str, layer: nn.Module) -> Iterator[Slot]:
+def _embedding_slots(name: str, layer: Any) -> Iterator[Slot]:
     indices = layer.shard_indices
     size = indices.org_vocab_end_index - indices.org_vocab_start_index
     rank, ranks = compat.rank_of(layer)

@@ -163,14 +163,21 @@ class QuantizedStorage:
         """Whether a tensor is a view of the weight."""
         return tensor.untyped_storage().data_ptr() == self.weight.untyped_storage().data_ptr()
 
-    def load_view(self, view: Tensor, source: Tensor) -> None:
+    def copy_into(self, view: Tensor, source: Tensor) -> None:
         """Load what SGLang copies into a view of the weight.
+
+        Values of the 8-bit type itself are taken as they are: SGLang draws dummy weights so.
 
         Raises:
             FlashRLError: It was refused, and nobody is there to be told.
         """
+        if source.dtype == self.weight.dtype:
+            place = view.shape, view.stride(), view.storage_offset()
+            self.weight.as_strided(*place).copy_(source)
+            return
         columns = self.weight.shape[1]
-        row, column = divmod(view.storage_offset() - self.weight.storage_offset(), columns)
+        offset = int(view.storage_offset()) - int(self.weight.storage_offset())
+        row, column = divmod(offset, columns)
         try:
             whole_rows = view.is_contiguous() and column == 0 and view.shape[-1] == columns
             if not whole_rows or view.shape != source.shape:
@@ -194,22 +201,15 @@ class _LoadsSixteenBit:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        target = args[0] if args else None
-        if func is Tensor.copy_ and isinstance(target, _LoadsSixteenBit):
-            home, source = target.home, args[1]
+        target: Any = args[0] if args else None
+        ours = isinstance(target, _LoadsSixteenBit)
+        if ours and func is Tensor.copy_:
             with torch._C.DisableTorchFunctionSubclass():
-                if source.dtype == home.weight.dtype:
-                    home.weight.as_strided(
-                        target.shape, target.stride(), target.storage_offset()
-                    ).copy_(source)
-                else:
-                    home.load_view(target, source.detach())
+                target.home.copy_into(target, args[1].detach())
             return target
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if isinstance(target, _LoadsSixteenBit):
-                result = _with_home(result, target.home)
-        return result
+            return _with_home(result, target.home) if ours else result
 
 
 class _QuantizedView(_LoadsSixteenBit, torch.Tensor):

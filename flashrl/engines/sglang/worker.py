@@ -53,7 +53,7 @@ def handle(scheduler: Any, command: str, folder: str) -> None:
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 
 
-def _attach(model: nn.Module, request: dict[str, Any]) -> Answer:
+def _attach(model: Any, request: dict[str, Any]) -> Answer:
     """Make the model 8-bit, unless it is so already."""
     scheme = QuantScheme(**request["scheme"])
     gate = gate_of(model)
@@ -71,7 +71,7 @@ def _attach(model: nn.Module, request: dict[str, Any]) -> Answer:
     return {}, {}
 
 
-def _detach(model: nn.Module, request: dict[str, Any]) -> Answer:
+def _detach(model: Any, request: dict[str, Any]) -> Answer:
     """Put 16-bit layers back where :func:`_attach` took them."""
     conversion = getattr(model, "flashrl_conversion", None)
     gate = gate_of(model)
@@ -96,6 +96,7 @@ def _plain(slot: Slot) -> dict[str, Any]:
         "rank": slot.rank,
         "ranks": slot.ranks,
         "aliases": slot.aliases,
+        "addresses": slot.addresses,
     }
 
 
@@ -135,7 +136,7 @@ def _gate(model: nn.Module) -> WeightGate:
     return gate
 
 
-COMMANDS: dict[str, Callable[[nn.Module, dict[str, Any]], Answer]] = {
+COMMANDS: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "attach": _attach,
     "detach": _detach,
     "weights": _weights,

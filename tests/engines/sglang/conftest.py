@@ -1,0 +1,134 @@
+"""SGLang's engine on a CPU: import stubs, and engines that tests share.
+
+An engine needs half a minute to start, so tests take idle ones from a pool.  SGLang ends the whole
+process when a scheduler fails: a test that kills an engine kills the test run, and is seen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import flashrl
+from flashrl.session import Session
+from flashrl.testing import Checkpoint, make_checkpoint
+
+INSTALLED = importlib.util.find_spec("sglang") is not None
+NEEDS_ENGINE = ("test_conformance.py", "test_engine.py", "test_gate.py", "test_start.py")
+collect_ignore = [] if INSTALLED else list(NEEDS_ENGINE)
+
+STUBS = str(Path(__file__).parent / "stubs")
+if INSTALLED and not torch.cuda.is_available():
+    # Schedulers are spawned, and find the stubs through the environment.
+    sys.path.insert(0, STUBS)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STUBS, os.environ.get("PYTHONPATH"))))
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Models with a shared expert launch a Triton kernel even on a CPU.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+ARGS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "dtype": "bfloat16",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 8192,
+    "max_running_requests": 64,
+    "mem_fraction_static": 0.05,
+    "skip_server_warmup": True,
+    "grammar_backend": "none",
+    "random_seed": 0,
+    "log_level": "error",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """SGLang warns of much; only what comes from this project is an error."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.name in NEEDS_ENGINE:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+            item.add_marker(pytest.mark.filterwarnings("error:::flashrl"))
+
+
+@attrs.define
+class EnginePool:
+    """16-bit engines of one architecture each, and which are in use."""
+
+    idle: dict[str, list[Any]] = attrs.field(factory=dict)
+    started: list[Any] = attrs.field(factory=list)
+
+    def start(self, checkpoint: Path, **args: Any) -> Any:
+        """A new engine, shut down when the test run ends."""
+        import sglang
+
+        engine = sglang.Engine(model_path=str(checkpoint), **{**ARGS, **args})
+        self.started.append(engine)
+        return engine
+
+    @contextmanager
+    def borrow(self, checkpoint: Path, architecture: str) -> Iterator[Any]:
+        """An engine that nobody uses, with a checkpoint of its architecture loaded."""
+        waiting = self.idle.setdefault(architecture, [])
+        if waiting:
+            engine = waiting.pop()
+            success, message, *_ = engine.update_weights_from_disk(str(checkpoint))
+            assert success, message
+        else:
+            engine = self.start(checkpoint)
+        yield engine
+        waiting.append(engine)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[EnginePool]:
+    """Every engine of the test run."""
+    pool = EnginePool()
+    yield pool
+    for engine in pool.started:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def make_checkpoints(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., tuple[Checkpoint, Checkpoint]]:
+    """Two checkpoints of one shape."""
+
+    def make(architecture: str, **config: Any) -> tuple[Checkpoint, Checkpoint]:
+        folder = tmp_path_factory.mktemp(architecture)
+        return (
+            make_checkpoint(folder / "a", architecture, seed=0, **config),
+            make_checkpoint(folder / "b", architecture, seed=1, **config),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoints(
+    make_checkpoints: Callable[..., tuple[Checkpoint, Checkpoint]],
+) -> tuple[Checkpoint, Checkpoint]:
+    """Checkpoints A and B of a Qwen2, which has biases."""
+    return make_checkpoints("qwen2")
+
+
+@pytest.fixture(scope="session")
+def launched(pool: EnginePool, checkpoints: tuple[Checkpoint, Checkpoint]) -> Any:
+    """An engine that was started 8-bit from A, as it was before anything was pushed."""
+    return pool.start(checkpoints[0].path, **flashrl.launch_args("sglang", "int8"))
+
+
+@pytest.fixture(scope="session")
+def launched_session(launched: Any) -> Session:
+    """A session on the engine that was started 8-bit."""
+    return flashrl.attach(launched, "int8")

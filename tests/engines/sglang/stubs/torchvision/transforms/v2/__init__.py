@@ -1,0 +1,3 @@
+"""Import stub."""
+
+from . import functional  # noqa: F401

@@ -1,0 +1,144 @@
+"""How an engine becomes 8-bit from its start, and how a start that cannot be followed fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashrl
+from flashrl.core.schemes import get_scheme
+from flashrl.engines.sglang import SGLangAdapter
+from flashrl.errors import SchemeError, UnsupportedError
+from flashrl.testing import Checkpoint
+
+
+def test_the_environment_makes_a_script_8_bit_that_nobody_edited(
+    pool: Any,
+    checkpoints: tuple[Checkpoint, Checkpoint],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tmp_path / "rollouts.yaml"
+    config.write_text("configs: [{fn: fp8, ignore: [lm_head, 're:.*down_proj$']}]")
+    monkeypatch.setenv("FLASHRL_CONFIG", str(config))
+    engine = pool.start(checkpoints[0].path)
+    scheme = get_scheme("fp8_channel").evolve(ignore=("lm_head", "re:.*down_proj$"))
+    with flashrl.attach(engine, scheme) as session:
+        kept = {name for name, info in session.engine.weights().items() if info.scheme is None}
+        assert "model.layers.0.mlp.down_proj.weight" in kept
+        assert "model.layers.0.mlp.gate_proj.weight" not in kept
+        assert session.verify(checkpoints[0].named_tensors()).ok
+
+
+def test_any_scheme_travels_in_the_launch_arguments(
+    pool: Any, checkpoints: tuple[Checkpoint, Checkpoint]
+) -> None:
+    scheme = get_scheme("int8").evolve(name="mine", ignore=("lm_head", "model.layers.0"))
+    engine = pool.start(checkpoints[0].path, **flashrl.launch_args("sglang", scheme))
+    with flashrl.attach(engine, scheme) as session:
+        infos = session.engine.weights()
+        assert infos["model.layers.0.mlp.up_proj.weight"].scheme is None
+        assert infos["model.layers.1.mlp.up_proj.weight"].scheme == scheme
+        session.update_weights(checkpoints[1].named_tensors())
+        assert session.verify(checkpoints[1].named_tensors()).ok
+
+
+def test_a_scheme_that_fits_no_layer_leaves_the_engine_as_it_was(
+    pool: Any, checkpoints: tuple[Checkpoint, Checkpoint]
+) -> None:
+    with pool.borrow(checkpoints[0].path, "qwen2") as engine:
+        greedy = {"temperature": 0.0, "max_new_tokens": 8}
+        before = engine.generate(input_ids=[[5, 9]], sampling_params=greedy)[0]["output_ids"]
+        with pytest.raises(SchemeError, match="fits no layer"):
+            flashrl.attach(engine, get_scheme("int8").evolve(targets=("no_such_layer",)))
+        with pytest.raises(SchemeError, match=r"qkv_proj.*do not fall on blocks"):
+            flashrl.attach(engine, "fp8_block")
+        with flashrl.attach(engine, "int8") as session:
+            assert session.verify(checkpoints[0].named_tensors()).ok
+        after = engine.generate(input_ids=[[5, 9]], sampling_params=greedy)[0]["output_ids"]
+        assert before == after
+
+
+def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("int9", "FLASHRL_CONFIG='int9' is no scheme"),
+        ("{config}", "configs[0]: profile is not supported"),
+    ],
+)
+def test_a_configuration_that_cannot_be_followed_ends_the_start(
+    tmp_path: Path, value: str, message: str
+) -> None:
+    """SGLang logs what a plugin raises and goes on in 16 bit; that would be silent."""
+    config = tmp_path / "config.yaml"
+    config.write_text("configs: [{fn: int8, profile: mine.safetensors}]")
+    code = "from sglang.srt.plugins import load_plugins; load_plugins(); print('went on')"
+    ended = run(code, FLASHRL_CONFIG=value.format(config=config))
+    assert ended.returncode != 0
+    assert "went on" not in ended.stdout
+    assert message in ended.stderr
+
+
+def test_a_version_without_a_hooks_target_ends_the_start() -> None:
+    code = (
+        "from flashrl.engines.sglang import compat, plugin\n"
+        "compat._MANAGERS = ('sglang.srt.managers.gone.Manager',)\n"
+        "plugin.register()\n"
+        "print('went on')\n"
+    )
+    ended = run(code, FLASHRL_CONFIG="int8")
+    assert ended.returncode == 1
+    assert "cannot be followed in SGLang" in ended.stderr
+    assert "sglang.srt.managers.gone.Manager" in ended.stderr
+    without = run(code, FLASHRL_CONFIG="")
+    assert "UnsupportedError" in without.stderr
+    assert without.returncode != 0
+
+
+def test_registering_twice_is_registering_once() -> None:
+    code = (
+        "from flashrl.engines.sglang.plugin import register\n"
+        "register(); register()\n"
+        "from sglang.srt.plugins.hook_registry import HookRegistry\n"
+        "assert all(len(hooks) == 1 for hooks in HookRegistry._hooks.values())\n"
+        "from sglang.srt.layers.quantization import get_quantization_config\n"
+        "for name in ('int8', 'fp8_channel', 'fp8_tensor', 'fp8_block'):\n"
+        "    assert get_quantization_config(f'flashrl_{name}')().scheme.name == name\n"
+    )
+    ended = run(code)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_the_adapter_says_what_is_installed() -> None:
+    found = SGLangAdapter().check()
+    assert found.ok
+    assert set(found.versions) == {"sglang"}
+
+
+def test_presets_have_names_in_sglang() -> None:
+    assert flashrl.launch_args("sglang", "fp8") == {"quantization": "flashrl_fp8_channel"}
+    assert flashrl.launch_args("sglang", "bf16") == {}
+
+
+def test_a_quantized_checkpoint_is_refused() -> None:
+    from flashrl.engines.sglang.quantization import FlashRLConfig
+
+    with pytest.raises(UnsupportedError, match="quantized already \\(fp8\\)"):
+        FlashRLConfig.from_config({"quant_method": "fp8"})
