@@ -6,8 +6,10 @@ while the earlier ones stay alive.  They are tiny, and those with the same argum
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if not collect_ignore_glob:
+    with warnings.catch_warnings():  # of vLLM and of what it imports
+        warnings.simplefilter("ignore")
+        importlib.import_module("vllm.model_executor.layers.linear")
 
 SIZES: dict[str, Any] = {
     # Every shard falls on blocks of 128, and vLLM's CPU attention knows heads of 64.

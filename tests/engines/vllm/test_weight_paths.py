@@ -32,7 +32,7 @@ def pairs(checkpoint: Checkpoint) -> list[tuple[str, torch.Tensor]]:
 
 
 def through_one_buffer(checkpoint: Checkpoint) -> NamedTensors:
-    """verl#7327, #6454: the sender overwrites its buffer as soon as the next tensor is asked for."""
+    """verl#7327, #6454: the sender overwrites its buffer when the next tensor is asked for."""
     buffer = torch.empty(max(t.numel() for _, t in pairs(checkpoint)), dtype=torch.bfloat16)
     for name, tensor in pairs(checkpoint):
         yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
