@@ -24,6 +24,8 @@ COMMANDS = {
     "doctor": "Show what is installed, which adapters work, and whether 8 bit will pay here.",
     "verify": "Push weights back and forth, and prove that each reload is right.",
     "predict": "Predict the speed-up and the memory of each scheme for a model on a GPU.",
+    "demo": "Train a real model with INT8 rollouts on this machine, and report.",
+    "report": "Draw a folder of training runs as one HTML file.",
 }
 """A line each: ``flashrl.cli.<name>`` holds the command, called ``command``."""
 

@@ -1,0 +1,82 @@
+"""What a report says in numbers, computed from the records and from nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from flashrl.report.findings import find, last_quarter
+from flashrl.report.records import Run
+
+__all__ = ["PARTS", "mean_seconds", "summarize", "summarize_run"]
+
+PARTS = {
+    "generate": "flashrl/generate_ms",
+    "sync": "flashrl/update_ms",
+    "score": "flashrl/score_ms",
+}
+"""Parts of a step, and the metric that times each, in milliseconds; the rest is ``train``."""
+
+_MEANS = {
+    "kl": "flashrl/kl",
+    "ess": "flashrl/ess",
+    "ratio_sd": "flashrl/ratio_sd",
+    "ratio_p95": "flashrl/ratio_p95",
+    "frac_truncated": "flashrl/frac_truncated",
+}
+
+
+def summarize(runs: Sequence[Run]) -> dict[str, Any]:
+    """The numbers of all runs, and the sentences that they allow.
+
+    Args:
+        runs: As read from disk.
+
+    Returns:
+        Plain values: ``runs``, one mapping a run, and ``findings``, each a headline and a text.
+    """
+    summaries = [summarize_run(run) for run in runs]
+    return {"runs": summaries, "findings": find(runs, summaries)}
+
+
+def summarize_run(run: Run) -> dict[str, Any]:
+    """One run's numbers; None stands for what was not recorded.
+
+    Mismatch is a mean over steps, ``ratio_max`` the largest of all; ``reward_start`` and
+    ``reward_end`` are means over the first and the last quarter of the steps done.
+    """
+    rewards = run.values("reward")
+    last = last_quarter(rewards)
+    largest = run.values("flashrl/ratio_max")
+    return {
+        "name": run.name,
+        "title": run.title,
+        "scheme": run.facts.get("scheme"),
+        "correction": run.facts.get("correction"),
+        "status": run.status,
+        "steps_done": len(run.steps),
+        "steps_planned": run.facts.get("num_steps"),
+        "reward_start": _mean(rewards[: len(last)]),
+        "reward_end": _mean(last),
+        "reward_best": run.facts.get("best_reward"),
+        **{name: _mean(run.values(metric)) for name, metric in _MEANS.items()},
+        "ratio_max": max(largest) if largest else None,
+        "seconds_per_step": mean_seconds(run),
+        "seconds": run.end.get("seconds"),
+        "peak_rss_bytes": run.end.get("peak_rss_bytes"),
+        "verified_tensors": run.end.get("verified_tensors"),
+    }
+
+
+def mean_seconds(run: Run) -> dict[str, float]:
+    """Mean seconds of a step and of its parts; empty without a recorded step."""
+    total = _mean(run.values("seconds")) or _mean(run.values("step_time"))
+    if total is None:
+        return {}
+    parts = {part: (_mean(run.values(metric)) or 0.0) / 1000 for part, metric in PARTS.items()}
+    return {**parts, "train": max(0.0, total - sum(parts.values())), "total": total}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -1,0 +1,68 @@
+"""The report's table: a row a number, a column a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flashrl.report.records import Run
+
+__all__ = ["describe_set_up", "tabulate"]
+
+_MISSING = "—"
+
+
+def _number(pattern: str) -> Callable[[Any], str]:
+    return lambda value: pattern.format(value)
+
+
+_ROWS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
+    ("reward, first quarter", "reward_start", _number("{:.2f}")),
+    ("reward, last quarter", "reward_end", _number("{:.2f}")),
+    ("KL, nats a token", "kl", _number("{:.2g}")),
+    ("effective sample size", "ess", _number("{:.1%}")),
+    ("ratio, standard deviation", "ratio_sd", _number("{:.2g}")),
+    ("ratio, 95th percentile", "ratio_p95", _number("{:.2f}")),
+    ("ratio, largest of all", "ratio_max", _number("{:.2f}")),
+    ("tokens above the bound", "frac_truncated", _number("{:.1%}")),
+    ("seconds a step", "seconds_per_step", lambda parts: f"{parts['total']:.1f}"),
+    ("minutes in all", "seconds", lambda seconds: f"{seconds / 60:.1f}"),
+    ("peak memory, GB", "peak_rss_bytes", lambda size: f"{size / 1e9:.1f}"),
+)
+
+
+def tabulate(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Rows of a label and a cell a run; rows that no run has a number for are left out.
+
+    Args:
+        summaries: What :func:`flashrl.report.summary.summarize_run` gave for each run.
+    """
+    rows = [("steps", [_steps(summary) for summary in summaries])]
+    for label, key, show in _ROWS:
+        if any(summary[key] for summary in summaries):
+            cells = [_cell(summary[key], show) for summary in summaries]
+            rows.append((label, cells))
+    return rows
+
+
+def describe_set_up(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """What the runs shared, as label and value."""
+    facts = runs[0].facts
+    named = [
+        ("model", facts.get("model")),
+        ("completions a step", facts.get("completions_per_step")),
+        ("learning rate", facts.get("learning_rate")),
+        ("seed", facts.get("seed")),
+        ("CPU threads", facts.get("num_threads")),
+        *facts.get("versions", {}).items(),
+    ]
+    return [(label, str(value)) for label, value in named if value is not None]
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    done, planned = summary["steps_done"], summary["steps_planned"]
+    return str(done) if planned in (None, done) else f"{done} of {planned}"
+
+
+def _cell(value: Any, show: Callable[[Any], str]) -> str:
+    return _MISSING if value is None or value == {} else show(value)

@@ -1,0 +1,1 @@
+"""TRL: a GRPO trainer whose rollouts come from a flashrl session."""
