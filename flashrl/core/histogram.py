@@ -1,9 +1,9 @@
 """Histograms of log-ratios that add up, for percentiles of a batch that no one rank holds.
 
-The bins follow the bits of a float32: each binade of |x| from 2⁻¹³ up to 20 is cut into 256 equal
-bins, and what is smaller shares the bin in the middle.  Logarithmic bins bound the relative error
-of a percentile (DDSketch, Masson et al. 2019), and these need no logarithm: the middle of a bin is
-within 0.2 % of everything in it, or within 2⁻¹³ of it in the middle bin.
+The bins follow the bits of a float32: each binade of ``|x|`` from 2⁻¹³ up to 20 is cut into 256
+equal bins, and what is smaller shares the bin in the middle.  Logarithmic bins bound the relative
+error of a percentile (DDSketch, Masson et al. 2019), and these need no logarithm: the middle of a
+bin is within 0.2 % of everything in it, or within 2⁻¹³ of it in the middle bin.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def count_bins(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def fold(counts: torch.Tensor) -> torch.Tensor:
-    """The histogram of |x| from that of x.
+    """The histogram of ``|x|`` from that of x.
 
     Args:
         counts: (NUM_BINS,).

@@ -10,9 +10,9 @@
   (verl, ``rollout_corr_helper``).
 - ``ess``, ``ess_sequence``: E[ρ]² / E[ρ²], the effective share of the sample (Kish 1965).
 - ``ppl_ratio``: exp(-E ℓ), the trainer's perplexity over the rollout's.
-- ``tmpe``: E exp|ℓ|, the multiplicative error of a token's probability (NeMo-RL).
-- ``prob_diff_mean``, ``prob_diff_max``: of |π - μ| (prime-rl; DPPO, arXiv:2602.04879).
-- ``log_ratio_*`` of |ℓ|, ``ratio_*`` of ρ before and ``weight_*`` of the weights after
+- ``tmpe``: ``E exp|ℓ|``, the multiplicative error of a token's probability (NeMo-RL).
+- ``prob_diff_mean``, ``prob_diff_max``: of ``|π - μ|`` (prime-rl; DPPO, arXiv:2602.04879).
+- ``log_ratio_*`` of ``|ℓ|``, ``ratio_*`` of ρ before and ``weight_*`` of the weights after
   truncation: standard deviation, 95th percentile, extremes and the share outside [0.9, 1.1],
   because a mean hides the spread (TRL#6789).
 
