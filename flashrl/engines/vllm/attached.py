@@ -118,10 +118,6 @@ class AttachedVLLM:
         return core.vllm_config.model_config
 
     def _check_idle(self, action: str) -> None:
-        if self._workers.is_shut_down():
-            raise EngineStateError(
-                f"the vLLM engine is shut down, so it can not {action}; start a new one and attach"
-            )
         if self._workers.is_generating():
             raise EngineStateError(
                 f"the vLLM engine is generating, so it can not {action}; wait for its requests, "

@@ -27,6 +27,7 @@ __all__ = [
     "follow_weights_on_cpu",
     "forget_reload",
     "inject_engine_args",
+    "is_shut_down",
     "restore_engine_args",
     "restore_sampler",
     "settle_reload",
@@ -158,6 +159,23 @@ def forget_reload(model: nn.Module) -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     record_metadata_for_reloading(model)
+
+
+def is_shut_down(client: Any) -> bool:
+    """Whether an engine has ended.
+
+    Args:
+        client: What an engine holds as ``engine_core``.
+    """
+    finalizer = getattr(client, "_finalizer", None)
+    if finalizer is not None:
+        return not finalizer.alive or bool(
+            getattr(getattr(client, "resources", None), "engine_dead", False)
+        )
+    # In this process, before 0.32.
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    return not model_parallel_is_initialized()
 
 
 def settle_reload(model: nn.Module) -> None:

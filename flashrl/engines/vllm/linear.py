@@ -56,8 +56,8 @@ class QuantizedWeight(ModelWeightParameter):  # type: ignore[misc]
 
     def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
         """A whole weight, split over ranks by columns."""
-        size = self.data.shape[1]
-        self._check_size(loaded_weight, 1, size * self.tp_size)
+        rows, size = self.data.shape
+        self._check_shape(loaded_weight, rows, size * self.tp_size)
         self._load(loaded_weight.narrow(1, self.tp_rank * size, size), row=0)
 
     def load_replicated_weight(self, loaded_weight: Tensor) -> None:
@@ -65,15 +65,15 @@ class QuantizedWeight(ModelWeightParameter):  # type: ignore[misc]
         self._load_rows(loaded_weight, 0, self.data.shape[0], 0, 1)
 
     def _load_rows(self, tensor: Tensor, row: int, size: int, rank: int, ranks: int) -> None:
-        self._check_size(tensor, 0, size * ranks)
+        self._check_shape(tensor, size * ranks, self.data.shape[1])
         part = tensor.narrow(0, rank * size, size)
         self._load(part, row=row, whole=tensor if ranks > 1 else None)
 
-    def _check_size(self, tensor: Tensor, dim: int, size: int) -> None:
-        if tensor.ndim != 2 or tensor.shape[dim] != size:
+    def _check_shape(self, tensor: Tensor, rows: int, columns: int) -> None:
+        if tuple(tensor.shape) != (rows, columns):
             raise ShapeError(
-                f"{self.storage.name}.weight: expected {size} {('rows', 'columns')[dim]}, "
-                f"got shape {tuple(tensor.shape)}; nothing was written"
+                f"{self.storage.name}.weight: expected a shard of shape {(rows, columns)}, "
+                f"got {tuple(tensor.shape)}; nothing was written"
             )
 
     def _load(self, part: Tensor, *, row: int, whole: Tensor | None = None) -> None:

@@ -78,10 +78,6 @@ class QuantizedStorage:
             ShapeError: It does not fit; nothing was written.
         """
         label = f"{self.name}.weight rows {row} to {row + source.shape[0] - 1}"
-        if source.ndim != 2 or source.shape[1] != self.weight.shape[1]:
-            raise ShapeError(
-                f"{label}: expected (rows, {self.weight.shape[1]}), got {tuple(source.shape)}"
-            )
         rows = slice(row, row + source.shape[0])
         scheme, home = self.scheme, self.scale_of(rows)
         source = source.to(self.weight.device)

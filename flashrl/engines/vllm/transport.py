@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashrl import errors
 from flashrl.core.interfaces import NamedTensors
+from flashrl.engines.vllm import compat
 from flashrl.errors import EngineStateError, FlashRLError, UnsupportedError
 
 __all__ = ["Workers"]
@@ -62,6 +63,7 @@ class Workers:
             EngineStateError: The engine is shut down.
             UnsupportedError: The workers do not know FlashRL.
         """
+        self._check_alive()
         try:
             result = getattr(self._engine, method)(*args, **kwargs)
             return self._wait(result) if asyncio.iscoroutine(result) else result
@@ -72,11 +74,8 @@ class Workers:
                 "the workers do not know flashrl: it must be installed where they run, and "
                 f"VLLM_PLUGINS, if set, must name 'flashrl' ({error})"
             ) from error
-        except Exception as error:
-            if self.is_shut_down(error):
-                raise EngineStateError(
-                    "the vLLM engine is shut down; start a new one and attach to it"
-                ) from error
+        except Exception:
+            self._check_alive()
             raise
 
     def update(self, named_tensors: NamedTensors) -> dict[str, str]:
@@ -111,17 +110,15 @@ class Workers:
         """Whether requests are in flight."""
         return bool(self._core.output_processor.has_unfinished_requests())
 
-    def is_shut_down(self, error: Exception | None = None) -> bool:
-        """Whether the engine has ended, of itself or by an error."""
-        if type(error).__name__ == "EngineDeadError":
-            return True
-        client = self._core.engine_core
-        executor = getattr(getattr(client, "engine_core", None), "model_executor", None)
-        if hasattr(client, "engine_core"):
-            worker = getattr(executor, "driver_worker", None)
-            return executor is None or worker is None or getattr(worker, "worker", 1) is None
-        resources = getattr(client, "resources", None)
-        return bool(getattr(resources, "engine_dead", False))
+    def is_shut_down(self) -> bool:
+        """Whether the engine has ended."""
+        return compat.is_shut_down(self._core.engine_core)
+
+    def _check_alive(self) -> None:
+        if self.is_shut_down():
+            raise EngineStateError(
+                "the vLLM engine is shut down; start a new one and attach to it"
+            )
 
     def _wait(self, coroutine: Any) -> Any:
         handler = getattr(self._engine, "output_handler", None)
