@@ -179,7 +179,7 @@ class Checkpoint:
         rows = header.shape[0]
         if scale_shape in ((rows,), (rows, 1)):
             return types[header.dtype], "channel"
-        return types[header.dtype], "tensor" if max(scale_shape, default=1) == 1 else "block"
+        return types[header.dtype], "block" if len(scale_shape) == 2 else "tensor"
 
     def _quantization_config(self) -> Mapping[str, Any]:
         found = self.config.get("quantization_config") or self.config.get("compression_config")

@@ -197,43 +197,42 @@ def checkpoint_tensors(
         Checkpoint name and tensor.
 
     Raises:
-        UnsupportedError: There are LoRA factors of another kind than A and B of a linear layer.
-        WeightUpdateError: There are LoRA factors and no ``lora_scale``, or one of a layer's three
-            tensors never came.
+        WeightUpdateError: After the last tensor, for the sender may wait for other ranks: a LoRA
+            factor came without ``lora_scale`` or without the rest of its layer, or is of another
+            kind than A and B of a linear layer; or a shape does not fit.  ``faults`` has each.
     """
+    faults: dict[str, str] = {}
     pending: dict[str, dict[str, Tensor]] = {}
     for raw_name, tensor in named_tensors:
         if ".original_module." in raw_name:
             continue
-        name, lora = normalize(raw_name), split_lora_name(raw_name)
-        part = lora[1] if lora else "base"
-        if lora:
-            _check_lora(raw_name, part, lora_scale)
-        held = bool(lora_scale) and (lora is not None or ".base_layer.weight" in raw_name)
-        if not held:
-            if lora is None:
-                yield from split_experts(name, gather(tensor), layout=layout)
+        lora = split_lora_name(raw_name)
+        weight, part = lora or (normalize(raw_name), "base")
+        try:
+            if lora:
+                _check_lora(part, lora_scale)
+            if lora_scale and (lora or ".base_layer.weight" in raw_name):
+                parts = pending.setdefault(weight, {})
+                parts[part] = gather(tensor).clone()  # the sender may overwrite its buffer
+                if len(parts) == 3:
+                    ready = [(weight, _merge(pending.pop(weight), lora_scale))]
+                else:
+                    ready = []
+            else:
+                ready = [] if lora else list(split_experts(weight, gather(tensor), layout=layout))
+        except (ShapeError, UnsupportedError) as error:
+            faults[raw_name] = str(error)
             continue
-        weight = lora[0] if lora else name
-        parts = pending.setdefault(weight, {})
-        parts[part] = gather(tensor).clone()  # the sender may overwrite its buffer meanwhile
-        if len(parts) == 3:
-            del pending[weight]
-            yield (
-                weight,
-                merge_lora(
-                    parts["base"], parts["lora_A"], parts["lora_B"], scale=lora_scale or 0.0
-                ),
-            )
-    if pending:
-        lacking = {
-            weight: sorted({"base", "lora_A", "lora_B"} - parts.keys())
-            for weight, parts in pending.items()
-        }
+        yield from ready
+    for weight, parts in pending.items():
+        lacking = ", ".join(sorted({"base", "lora_A", "lora_B"} - parts.keys()))
+        faults[weight] = f"came without its {lacking}; push a LoRA layer in one update"
+    if faults:
         raise WeightUpdateError(
-            f"{len(pending)} LoRA layers came in part; missing of each: {lacking}. "
-            "Push the base weight and both factors of a layer in one update",
-            missing=sorted(lacking),
+            "tensors could not be made into a checkpoint's: "
+            + "; ".join(f"{name}: {fault}" for name, fault in list(faults.items())[:8])
+            + (f"; and {len(faults) - 8} more" if len(faults) > 8 else ""),
+            faults=faults,
         )
 
 
@@ -244,15 +243,18 @@ def _halves(tensor: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _check_lora(name: str, factor: str, scale: float | None) -> None:
+def _merge(parts: Mapping[str, Tensor], scale: float) -> Tensor:
+    return merge_lora(parts["base"], parts["lora_A"], parts["lora_B"], scale=scale)
+
+
+def _check_lora(factor: str, scale: float | None) -> None:
     if scale is None:
-        raise WeightUpdateError(
-            f"{name} is a LoRA factor, and the engine loads whole weights; pass lora_scale="
-            "alpha / rank to merge it here, or 0 if it is merged into the base weight already",
-            faults={name: "LoRA factor without a scale"},
+        raise UnsupportedError(
+            "a LoRA factor, and the engine loads whole weights; pass lora_scale=alpha / rank to "
+            "merge it here, or 0 if it is merged into the base weight already"
         )
     if scale and factor not in ("lora_A", "lora_B"):
         raise UnsupportedError(
-            f"{name}: only the A and B factors of linear layers can be merged; merge this adapter "
-            "in the trainer (PEFT's merge_adapter) and pass lora_scale=0"
+            "only the A and B factors of linear layers can be merged here; merge this adapter in "
+            "the trainer (PEFT's merge_adapter) and pass lora_scale=0"
         )

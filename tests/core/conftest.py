@@ -18,7 +18,12 @@ Q, K, V, OUT = (f"{LAYER}.self_attn.{part}_proj.weight" for part in "qkvo")
 GATE, UP, DOWN = (f"{LAYER}.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
 READERS = {NORM: (Q, K, V), MLP_NORM: (GATE, UP), UP: (DOWN,), V: (OUT,)}
 LINEAR = (Q, K, V, OUT, GATE, UP, DOWN)
-QMAX = {"int8": 127.0, "fp8_channel": 448.0, "fp8_tensor": 448.0}
+STRATEGY = {
+    "int8": "channel",
+    "fp8_channel": "channel",
+    "fp8_tensor": "tensor",
+    "fp8_block": "block",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -31,16 +36,39 @@ class Pair:
     scales: Mapping[str, torch.Tensor]
 
 
+def compute_scale(weight: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale as compressed-tensors stores it, and the same for every element, in float64."""
+    qmax = 127.0 if scheme == "int8" else 448.0
+    if STRATEGY[scheme] == "tensor":
+        scale = (weight.abs().amax().view(1) / qmax).float()
+        return scale, scale.double().expand_as(weight)
+    if STRATEGY[scheme] == "channel":
+        scale = (weight.abs().amax(1, keepdim=True) / qmax).float()
+        return scale, scale.double().expand_as(weight)
+    rows = [
+        torch.stack([block.abs().amax() for block in strip.split(128, dim=1)])
+        for strip in weight.split(128)
+    ]
+    scale = (torch.stack(rows) / qmax).float()
+    every = scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return scale, every[: weight.shape[0], : weight.shape[1]]
+
+
 @pytest.fixture
 def make_base(tmp_path: Path) -> Callable[..., Path]:
     """Write a one-layer Llama with transformers, in several shards."""
     transformers = pytest.importorskip("transformers")
 
-    def make(*, num_key_value_heads: int = 2, edit: Mapping[str, torch.Tensor] = {}) -> Path:
+    def make(
+        *,
+        num_key_value_heads: int = 2,
+        intermediate_size: int = 96,
+        edit: Mapping[str, torch.Tensor] = {},
+    ) -> Path:
         config = transformers.LlamaConfig(
             vocab_size=32,
             hidden_size=64,
-            intermediate_size=96,
+            intermediate_size=intermediate_size,
             num_hidden_layers=1,
             num_attention_heads=4,
             num_key_value_heads=num_key_value_heads,
@@ -77,17 +105,13 @@ def make_pair(make_base: Callable[..., Path], tmp_path: Path) -> Callable[..., P
             copy[source] = copy[source] / s.double().view(-1, *[1] * (copy[source].ndim - 1))
             for reader in READERS[source]:
                 copy[reader] = copy[reader] * s.double()
-        tensors, scales = {}, {}
+        tensors, scales, is_int = {}, {}, scheme == "int8"
         for name, tensor in copy.items():
             if name not in LINEAR:
                 tensors[name] = tensor.to(torch.bfloat16)
                 continue
-            amax = tensor.abs().amax() if scheme == "fp8_tensor" else tensor.abs().amax(1, True)
-            scales[name] = (amax.view(-1, 1) / QMAX[scheme]).float()
-            if scheme == "fp8_tensor":
-                scales[name] = scales[name].view(1)
-            q = tensor / scales[name].double().clamp_min(1e-30)
-            is_int = scheme == "int8"
+            scales[name], per_element = compute_scale(tensor, scheme)
+            q = tensor / per_element.clamp_min(1e-30)
             tensors[name] = q.round().to(torch.int8) if is_int else q.to(torch.float8_e4m3fn)
             tensors[f"{name}_scale"] = scales[name]
         folder = tmp_path / "quantized"
@@ -96,21 +120,21 @@ def make_pair(make_base: Callable[..., Path], tmp_path: Path) -> Callable[..., P
         config = json.loads((base / "config.json").read_text())
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",
-            "format": "int-quantized" if scheme == "int8" else "float-quantized",
+            "format": "int-quantized" if is_int else "float-quantized",
             "ignore": ["lm_head"],
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],
                     "weights": {
                         "num_bits": 8,
-                        "type": "int" if scheme == "int8" else "float",
-                        "strategy": "tensor" if scheme == "fp8_tensor" else "channel",
+                        "type": "int" if is_int else "float",
+                        "strategy": STRATEGY[scheme],
                         "symmetric": True,
                         "dynamic": False,
                     },
                     "input_activations": {
                         "num_bits": 8,
-                        "type": "int" if scheme == "int8" else "float",
+                        "type": "int" if is_int else "float",
                         "strategy": "token",
                         "symmetric": True,
                         "dynamic": True,

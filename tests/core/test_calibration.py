@@ -40,10 +40,10 @@ def readers_of(profile: Profile) -> dict[str, set[str]]:
 
 
 class TestProfileFromCheckpoints:
-    @pytest.mark.parametrize("scheme", ["int8", "fp8_channel", "fp8_tensor"])
+    @pytest.mark.parametrize("scheme", ["int8", "fp8_channel", "fp8_tensor", "fp8_block"])
     def test_factors_that_were_folded_in_come_out(self, make_pair, scheme: str) -> None:
         folded = {NORM: factors(64), MLP_NORM: factors(64)}
-        pair = make_pair(scheme=scheme, smoothing=folded)
+        pair = make_pair(scheme=scheme, smoothing=folded, intermediate_size=160)
         profile = profile_from_checkpoints(pair.base, pair.quantized)
         assert profile.scheme == scheme
         assert set(profile.smoothing) == set(folded)

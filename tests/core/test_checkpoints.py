@@ -109,6 +109,7 @@ class TestWeightScheme:
             (torch.float8_e4m3fn, "weight_scale", (1,), "fp8_tensor"),
             (torch.float8_e4m3fn, "weight_scale", (), "fp8_tensor"),
             (torch.float8_e4m3fn, "weight_scale_inv", (2, 1), "fp8_block"),
+            (torch.float8_e4m3fn, "weight_scale", (1, 1), "fp8_block"),
         ],
     )
     def test_each_format(self, dtype, scale_name, scale_shape, expected, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from flashrl.core.pushes import (
 )
 from flashrl.core.quantize import dequantize, quantize_into
 from flashrl.core.schemes import get_scheme
-from flashrl.errors import ShapeError, UnsupportedError, WeightUpdateError
+from flashrl.errors import ShapeError, WeightUpdateError
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -127,11 +127,14 @@ class TestLora:
         assert torch.allclose(pushed[f"{UP}.weight"].double(), expected, atol=1e-5)
         assert pushed["model.norm.weight"].tolist() == [1.0, 1.0, 1.0]
 
-    def test_factors_without_a_scale_are_an_error(self) -> None:
-        """Loading the base alone would be silently wrong."""
+    def test_factors_without_a_scale_are_an_error_at_the_end(self) -> None:
+        """Loading the base alone would be silently wrong; stopping would leave ranks waiting."""
+        lora = f"{UP}.lora_A.x.weight"
+        stream = checkpoint_tensors([(lora, torch.ones(2, 3)), ("lm_head.weight", torch.ones(1))])
+        assert next(stream)[0] == "lm_head.weight"
         with pytest.raises(WeightUpdateError, match=r"lora_scale=alpha / rank") as error:
-            list(checkpoint_tensors([(f"{UP}.lora_A.default.weight", torch.ones(2, 3))]))
-        assert list(error.value.faults) == [f"{UP}.lora_A.default.weight"]
+            next(stream)
+        assert list(error.value.faults) == [lora]
 
     def test_factors_that_are_merged_already_are_left_out(self) -> None:
         base = torch.ones(2, 2)
@@ -145,15 +148,18 @@ class TestLora:
         pushes = [(f"{UP}.{part}.weight", tensor) for part, tensor in parts.items()]
         with pytest.raises(WeightUpdateError, match="lora_B") as error:
             list(checkpoint_tensors(pushes, lora_scale=1.0))
-        assert error.value.missing == (f"{UP}.weight",)
+        assert list(error.value.faults) == [f"{UP}.weight"]
 
     def test_other_kinds_of_adapter_are_refused(self) -> None:
-        with pytest.raises(UnsupportedError, match="merge_adapter"):
-            list(
-                checkpoint_tensors(
-                    [(f"{UP}.lora_magnitude_vector.x.weight", torch.ones(2))], lora_scale=1.0
-                )
-            )
+        pushes = [(f"{UP}.lora_magnitude_vector.x.weight", torch.ones(2))]
+        with pytest.raises(WeightUpdateError, match="merge_adapter"):
+            list(checkpoint_tensors(pushes, lora_scale=1.0))
+
+    def test_many_faults_are_cut_and_kept(self) -> None:
+        pushes = [(f"{UP}.{i}.lora_A.x.weight", torch.ones(1, 1)) for i in range(10)]
+        with pytest.raises(WeightUpdateError, match="and 2 more") as error:
+            list(checkpoint_tensors(pushes))
+        assert len(error.value.faults) == 10
 
     @pytest.mark.parametrize(
         "shapes",
@@ -239,8 +245,12 @@ class TestExperts:
         ("part", "shape"), [("gate_up_proj", (4, 2)), ("gate_up_proj", (2, 3, 4))]
     )
     def test_what_is_no_stack_is_an_error(self, part: str, shape: tuple[int, ...]) -> None:
+        name = f"model.layers.0.mlp.experts.{part}"
         with pytest.raises(ShapeError, match=part):
-            list(split_experts(f"model.layers.0.mlp.experts.{part}", torch.ones(shape)))
+            list(split_experts(name, torch.ones(shape)))
+        with pytest.raises(WeightUpdateError, match=part) as error:
+            list(checkpoint_tensors([(name, torch.ones(shape))]))
+        assert list(error.value.faults) == [name]
 
 
 def test_a_module_trained_whole_is_pushed_once() -> None:
