@@ -50,15 +50,18 @@ class UpdateLedger:
             named_tensors: As the trainer has them; see :func:`checkpoint_tensors`.
             lora_scale: alpha / rank, where LoRA factors are to be merged.
         """
-        for raw_name, tensor in checkpoint_tensors(named_tensors, lora_scale=lora_scale):
-            found = self._index.find(raw_name) or raw_name
-            name = self._by_alias.get(found, found)
-            fault = self._fault(name, tensor)
-            if fault:
-                self.faults[name] = fault
-                continue
-            self.arrived.add(name)
-            yield name, tensor
+        try:
+            for raw_name, tensor in checkpoint_tensors(named_tensors, lora_scale=lora_scale):
+                found = self._index.find(raw_name) or raw_name
+                name = self._by_alias.get(found, found)
+                fault = self._fault(name, tensor)
+                if fault:
+                    self.faults[name] = fault
+                    continue
+                self.arrived.add(name)
+                yield name, tensor
+        except WeightUpdateError as error:  # at the end, so the engine can say its own faults too
+            self.faults.update(error.faults)
 
     def refuse(self, faults: Mapping[str, str]) -> None:
         """Take back tensors that the engine refused."""

@@ -58,6 +58,21 @@ class TestProfileFromCheckpoints:
             assert torch.equal(profile.scales[name], scale)
         profile.check({name: tuple(w.shape) for name, w in pair.weights.items()})
 
+    def test_it_is_checked_against_a_models_config(self, make_pair) -> None:
+        transformers = pytest.importorskip("transformers")
+        pair = make_pair(smoothing={NORM: factors(64)})
+        profile = profile_from_checkpoints(pair.base, pair.quantized)
+
+        def shapes(**changes: int) -> dict[str, tuple[int, ...]]:
+            config = transformers.AutoConfig.from_pretrained(pair.base, **changes)
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
+            return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+        profile.check(shapes())
+        with pytest.raises(ProfileError, match=rf"has 64 channels, but {NORM} is \[32\]"):
+            profile.check(shapes(hidden_size=32))
+
     def test_a_copy_that_was_not_smoothed_has_no_factors(self, make_pair) -> None:
         pair = make_pair()
         profile = profile_from_checkpoints(pair.base, pair.quantized, static_scales=False)

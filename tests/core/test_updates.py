@@ -74,6 +74,17 @@ def test_every_fault_is_collected_with_what_never_came() -> None:
     assert isinstance(error, RuntimeError)
 
 
+def test_a_stray_lora_factor_is_one_fault_among_others() -> None:
+    """It is raised by finish(), so the engine's own faults are not lost."""
+    ledger = UpdateLedger(INFOS)
+    factor = "model.layers.0.mlp.up_proj.lora_A.default.weight"
+    assert admit(ledger, {factor: torch.ones(1, 4), **GOOD}) == [*GOOD]
+    ledger.refuse({"model.norm.weight": "holds NaN"})
+    with pytest.raises(WeightUpdateError, match=r"lora_scale") as caught:
+        ledger.finish()
+    assert caught.value.faults.keys() == {factor, "model.norm.weight"}
+
+
 def test_a_refused_tensor_has_not_arrived() -> None:
     ledger = UpdateLedger(INFOS)
     admit(ledger, GOOD)
