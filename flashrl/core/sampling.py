@@ -41,8 +41,8 @@ __all__ = [
     "truncate_logits",
 ]
 
-# A float32 sum of probabilities is no finer than this: a mass this close to p has reached it.
-_MASS_TOLERANCE = 2e-7
+# Float32 is no finer: a token that is needed for less than this part of its probability is not.
+_EDGE_TOLERANCE = 2e-6
 
 
 class Sample(NamedTuple):
@@ -277,8 +277,9 @@ def _top_p_support(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     # kept: only the others need sorting, for a language model a few thousand instead of 150 000.
     candidates = (probs > (1.0 - top_p) / probs.shape[-1]).sum(-1).amax().clamp(min=1)
     values = probs.topk(int(candidates), dim=-1).values
-    before = values.cumsum(-1, dtype=torch.float64) - values
-    num_kept = (before < top_p - _MASS_TOLERANCE).sum(-1, keepdim=True).clamp(min=1)
+    reached = values.cumsum(-1, dtype=torch.float64) - (1.0 - _EDGE_TOLERANCE) * values
+    total = probs.sum(-1, keepdim=True, dtype=torch.float64)  # 1, but for float32's rounding
+    num_kept = (reached < top_p * total).sum(-1, keepdim=True).clamp(min=1)
     edge = values.gather(-1, num_kept - 1)
     support = probs >= edge
     num_excess = support.sum(-1, keepdim=True) - num_kept
