@@ -68,11 +68,10 @@ def profile_from_checkpoints(
     groups = find_groups({name: header.shape for name, header in base.headers.items()})
     source_of = {reader: source for source, readers in groups.items() for reader in readers}
     offset = norm_offset(base.config)
-    norms = [source for source in groups if len(base.header(source).shape) == 1]
+    norms = {source: None for source in groups if len(base.header(source).shape) == 1}
     matrices = dict.fromkeys([*weights, *(name for name in source_of if name in quantized)])
-    # A weight that may be smoothed by another's rows comes after it.
-    late = [name for name in matrices if name in source_of and source_of[name] not in norms]
-    order = [*(name for name in matrices if name not in late), *late]
+    # What reads the rows of another weight comes after it.
+    order = sorted(matrices, key=lambda name: source_of.get(name) in matrices)
     report = _counting(progress, len(norms) + len(order))
     recovery = Recovery(offset=offset)
     scales: dict[str, Tensor] = {}
@@ -142,15 +141,15 @@ def profile_from_activations(
     checkpoint, scheme = _opened(checkpoint), get_scheme(scheme)
     rules = LayerRules.from_scheme(scheme)
     shapes = {canonical(name): header.shape for name, header in checkpoint.headers.items()}
-    weights = [
-        name
+    weights = {
+        name: None
         for name, shape in shapes.items()
         if len(shape) == 2 and name.endswith(".weight") and rules.matches(name)
-    ]
+    }
     groups = {
         source: readers
         for source, readers in find_groups(shapes).items()
-        if len(shapes[source]) == 1 and not set(weights).isdisjoint(readers)
+        if len(shapes[source]) == 1 and not weights.keys().isdisjoint(readers)
     }
     statistics = {canonical(name): amax for name, amax in activation_amax.items()}
     lacking = [
@@ -177,7 +176,7 @@ def profile_from_activations(
         scheme=scheme.name,
         smoothing=smoothing,
         groups=groups,
-        weights=weights,
+        weights=list(weights),
         norm_offset=norm_offset(checkpoint.config),
         base_model=str(checkpoint.path),
         alpha=alpha,

@@ -63,8 +63,9 @@ def load_profile_pt(path: str | Path, *, scheme: str | None = None) -> Profile:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ProfileError(
-            f"{path} holds more than tensors and plain containers, so loading it could run code; "
-            f"it was not loaded. Make a new profile from the checkpoints instead. ({error})"
+            f"{path} is damaged, or holds more than tensors and plain containers, so that loading "
+            "it could run code; it was not loaded. Make a new profile from the checkpoints "
+            f"instead. ({error})"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise ProfileError(f"{path} is no readable profile.pt: {error}") from error

@@ -188,8 +188,8 @@ class Profile:
         """Check that the profile fits a model.
 
         Args:
-            shapes: Shape of each of the model's parameters, by name: of a live model, of
-                :attr:`Checkpoint.headers`, or of a model built from a config on the meta device.
+            shapes: Shape of each of the model's parameters, by name: a live model's, those in a
+                checkpoint's headers, or those of a model built from a config on the meta device.
 
         Raises:
             ProfileError: A name is not the model's, or a shape does not fit; lists every fault.

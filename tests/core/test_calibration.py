@@ -95,6 +95,22 @@ class TestProfileFromCheckpoints:
         for source in (UP, V):
             assert torch.allclose(profile.smoothing[source], folded[source], rtol=0.04)
 
+    def test_a_reader_left_in_16_bit_is_smoothed_all_the_same(self, make_pair) -> None:
+        """As a router is, which reads the same norm as the experts."""
+        folded = {NORM: factors(64)}
+        pair = make_pair(smoothing=folded)
+        tensors = load_file(pair.quantized / "model.safetensors")
+        del tensors[f"{K}_scale"]
+        tensors[K] = (pair.weights[K].float() * folded[NORM]).to(torch.bfloat16)
+        save_file(tensors, pair.quantized / "model.safetensors")
+        profile = profile_from_checkpoints(pair.base, pair.quantized)
+        assert readers_of(profile) == {NORM: {Q, K, V}}
+        assert set(profile.weights) == LINEAR - {K}
+        tensors[K] = pair.weights[K]
+        save_file(tensors, pair.quantized / "model.safetensors")
+        with pytest.raises(ProfileError, match=f"{K} .* is off by"):
+            profile_from_checkpoints(pair.base, pair.quantized)
+
     def test_grouped_queries_have_no_factor_between_v_and_o(self, make_pair) -> None:
         pair = make_pair(smoothing={UP: factors(96)}, num_key_value_heads=2)
         profile = profile_from_checkpoints(pair.base, pair.quantized)
