@@ -88,6 +88,7 @@ def docs(session: nox.Session) -> None:
     """Build the documentation, warnings being errors, and run its examples."""
     install(session, "docs", "test")
     session.run("pytest", "--doctest-modules", "flashrl/core", "flashrl/session.py", "-q")
+    session.run("pytest", "docs/how-to/tiny_engine.py", "-q")
     session.run("sphinx-build", "-W", "-b", "html", "docs", "docs/_build/html")
     session.run("sphinx-build", "-W", "-b", "doctest", "docs", "docs/_build/doctest")
 
