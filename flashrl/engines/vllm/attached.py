@@ -22,6 +22,7 @@ CAPABILITIES = Capabilities(
     schemes=tuple(PRESETS),
     exact_log_probs=EXACT,
     generates=True,
+    mixture_of_experts=True,
     detaches=True,
 )
 
@@ -94,9 +95,8 @@ class AttachedVLLM:
         """Sample one response for each prompt; see :class:`RolloutEngine`."""
         self._check_idle("generate")
         self._check_exact()
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids]
-        native = [native_sampling_params(params, index=i) for i in range(len(requests))]
-        outputs = self._workers.run("generate", requests, native, use_tqdm=False)
+        native = [native_sampling_params(params, index=i) for i in range(len(prompt_ids))]
+        outputs = self._workers.generate(prompt_ids, native)
         return extract_rollout(outputs, params=params, version=version)
 
     def describe(self) -> dict[str, Any]:

@@ -21,12 +21,14 @@ __all__ = [
     "add_worker_method",
     "after_conversion",
     "check_convertible",
+    "cuda_experts",
     "cuda_product",
     "data_parallel_rank",
     "engine_context",
     "follow_weights_on_cpu",
     "forget_reload",
     "inject_engine_args",
+    "is_experts",
     "is_shut_down",
     "restore_engine_args",
     "restore_sampler",
@@ -161,6 +163,50 @@ def forget_reload(model: nn.Module) -> None:
     record_metadata_for_reloading(model)
 
 
+def is_experts(layer: Any) -> bool:
+    """Whether a layer holds the experts of a mixture."""
+    return any(kind.__name__ in ("RoutedExperts", "FusedMoE") for kind in type(layer).__mro__)
+
+
+def cuda_experts(scheme: QuantScheme, layer: Any) -> Any:
+    """VLLM's Triton kernel for quantized experts on CUDA.
+
+    Args:
+        scheme: How weights and activations are quantized.
+        layer: The experts, with ``w13_weight``, ``w2_weight`` and their scales.
+
+    Returns:
+        (x, topk_weights, topk_ids) → weighted sum of the experts.
+    """
+    from vllm.model_executor.layers.fused_moe import fused_experts
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    config = FusedMoEQuantConfig.make(
+        scheme.dtype,
+        w1_scale=layer.w13_weight_scale,
+        w2_scale=layer.w2_weight_scale,
+        per_act_token_quant=scheme.input_strategy == "token",
+        per_out_ch_quant=scheme.type == "float",
+    )
+
+    def experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        y: Tensor = fused_experts(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            global_num_experts=layer.global_num_experts,
+            expert_map=getattr(layer, "expert_map", None),
+            quant_config=config,
+        )
+        return y
+
+    return experts
+
+
 def is_shut_down(client: Any) -> bool:
     """Whether an engine has ended.
 
@@ -263,10 +309,11 @@ def use_processed_log_probs(worker: Any) -> Any:
 
     config, runner = worker.vllm_config.model_config, worker.model_runner
     sampler = getattr(runner, "sampler", None)
-    if config.logprobs_mode == "processed_logprobs" or type(sampler) is not Sampler:
+    known: Any = Sampler
+    if config.logprobs_mode == "processed_logprobs" or type(sampler) is not known:
         return None
     config.logprobs_mode = "processed_logprobs"
-    runner.sampler = Sampler(logprobs_mode="processed_logprobs")
+    runner.sampler = known(logprobs_mode="processed_logprobs")
     return sampler
 
 

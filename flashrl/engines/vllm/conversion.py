@@ -67,6 +67,7 @@ def convert(model: nn.Module, scheme: QuantScheme, worker: Any) -> list[Converte
         if isinstance(layer, LinearBase) and rules.matches(name, type(layer).__name__)
     ]
     _check(chosen, scheme)
+    _refuse_experts(model, rules, scheme)
     compat.follow_weights_on_cpu()
     layer: Any
     for layer in model.modules():
@@ -119,6 +120,16 @@ def _check(chosen: list[tuple[str, nn.Module]], scheme: QuantScheme) -> None:
                 "engine from the 16-bit checkpoint, without a quantization argument"
             )
         check_blocks(name, scheme, _partitions(layer), _columns(layer))
+
+
+def _refuse_experts(model: nn.Module, rules: LayerRules, scheme: QuantScheme) -> None:
+    for name, module in model.named_modules():
+        name = name.removesuffix(".routed_experts")
+        if compat.is_experts(module) and rules.matches(name, "FusedMoE"):
+            raise UnsupportedError(
+                f"{name}: experts can not be made 8-bit while the engine runs; start it with "
+                f"LLM(model, **flashrl.launch_args('vllm', {scheme.name!r})), or set FLASHRL_CONFIG"
+            )
 
 
 def _convert_linear(name: str, layer: Any, scheme: QuantScheme) -> Converted:

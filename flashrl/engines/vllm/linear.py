@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     register_weight_loader_v2_supported_method,
@@ -16,10 +14,10 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from flashrl.core.quantize import compute_scale
 from flashrl.core.schemes import QuantScheme
-from flashrl.engines.vllm.loading import note_fault
+from flashrl.engines.vllm.loading import load_shard
 from flashrl.engines.vllm.products import choose_product
 from flashrl.engines.vllm.storage import QuantizedStorage, check_blocks
-from flashrl.errors import FlashRLError, ShapeError
+from flashrl.errors import ShapeError
 
 __all__ = ["FlashRLLinearMethod", "QuantizedWeight"]
 
@@ -36,7 +34,6 @@ class QuantizedWeight(ModelWeightParameter):  # type: ignore[misc]
 
     def __init__(self, *, storage: QuantizedStorage, **kwargs: Any) -> None:
         self.storage = storage
-        self.is_temporary = False
         super().__init__(**kwargs)
 
     def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
@@ -58,7 +55,8 @@ class QuantizedWeight(ModelWeightParameter):  # type: ignore[misc]
         """A whole weight, split over ranks by columns."""
         rows, size = self.data.shape
         self._check_shape(loaded_weight, rows, size * self.tp_size)
-        self._load(loaded_weight.narrow(1, self.tp_rank * size, size), row=0)
+        part = loaded_weight.narrow(1, self.tp_rank * size, size)
+        load_shard(self, self.storage, part, row=0)
 
     def load_replicated_weight(self, loaded_weight: Tensor) -> None:
         """A whole weight that every rank holds."""
@@ -67,7 +65,8 @@ class QuantizedWeight(ModelWeightParameter):  # type: ignore[misc]
     def _load_rows(self, tensor: Tensor, row: int, size: int, rank: int, ranks: int) -> None:
         self._check_shape(tensor, size * ranks, self.data.shape[1])
         part = tensor.narrow(0, rank * size, size)
-        self._load(part, row=row, whole=tensor if ranks > 1 else None)
+        scale = self._shared_scale(tensor) if ranks > 1 else None
+        load_shard(self, self.storage, part, row=row, scale=scale)
 
     def _check_shape(self, tensor: Tensor, rows: int, columns: int) -> None:
         if tuple(tensor.shape) != (rows, columns):
@@ -76,29 +75,10 @@ class QuantizedWeight(ModelWeightParameter):  # type: ignore[misc]
                 f"got {tuple(tensor.shape)}; nothing was written"
             )
 
-    def _load(self, part: Tensor, *, row: int, whole: Tensor | None = None) -> None:
-        if part.is_meta:  # see placement.py
-            self.storage.weight.narrow(0, row, part.shape[0]).copy_(part)
-            return
-        if self.is_meta:
-            # A layerwise reload: vLLM counts the elements that a loader copies to a parameter
-            # without data, keeps a reference, and calls again with a temporary parameter when the
-            # layer is complete.  By then the sender may have overwritten its buffer, so the shard
-            # goes home now, uncounted, and not then.
-            self.data.narrow(0, row, part.shape[0]).copy_(part)
-            self.is_temporary = True
-        elif self.is_temporary:
-            return
-        try:
-            with _disable_current_modes() if self.is_meta else nullcontext():
-                self.storage.load(part, row=row, scale=self._shared_scale(whole))
-        except FlashRLError as error:
-            note_fault(error)
-
-    def _shared_scale(self, whole: Tensor | None) -> Tensor | None:
+    def _shared_scale(self, whole: Tensor) -> Tensor | None:
         """One scale a tensor is that of the whole tensor, however many ranks share it."""
         scheme = self.storage.scheme
-        if whole is None or scheme.strategy != "tensor":
+        if scheme.strategy != "tensor" or whole.is_meta:
             return None
         return compute_scale(whole, scheme, name=f"{self.storage.name}.weight")
 

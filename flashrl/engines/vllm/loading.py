@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flashrl.core.interfaces import NamedTensors
+from flashrl.engines.vllm.storage import QuantizedStorage
 from flashrl.errors import FlashRLError
 
-__all__ = ["collecting_faults", "load_weights", "note_fault"]
+__all__ = ["collecting_faults", "load_shard", "load_weights"]
 
 
 @attrs.define
@@ -44,6 +46,47 @@ def note_fault(error: FlashRLError) -> None:
         raise error
     faults = _collecting[-1]
     faults.by_name.setdefault(faults.current, str(error))
+
+
+def load_shard(
+    parameter: Any,
+    storage: QuantizedStorage,
+    part: Tensor,
+    *,
+    row: int,
+    scale: Tensor | None = None,
+) -> None:
+    """Take a shard on behalf of a parameter that vLLM loads.
+
+    Args:
+        parameter: What vLLM passed: the layer's own, or a stand-in of a reload.
+        storage: Where the weight lives.
+        part: This rank's part, [rows, in].
+        row: Where it starts.
+        scale: As :meth:`QuantizedStorage.load` takes it.
+
+    Raises:
+        NonFiniteError: As :meth:`QuantizedStorage.load`, unless faults are being collected.
+        ShapeError: Likewise.
+    """
+    if part.is_meta:  # see placement.py
+        storage.weight.narrow(0, row, part.shape[0]).copy_(part)
+        return
+    counted = parameter.is_meta
+    if counted:
+        # A layerwise reload: vLLM counts the elements that a loader copies to a parameter without
+        # data, keeps a reference, and calls again with a temporary parameter when the layer is
+        # complete.  By then the sender may have overwritten its buffer, so the shard goes home
+        # now, uncounted, and not then.
+        parameter.data.view(storage.weight.shape).narrow(0, row, part.shape[0]).copy_(part)
+        parameter.is_temporary = True
+    elif getattr(parameter, "is_temporary", False):
+        return
+    try:
+        with _disable_current_modes() if counted else nullcontext():
+            storage.load(part, row=row, scale=scale)
+    except FlashRLError as error:
+        note_fault(error)
 
 
 def load_weights(

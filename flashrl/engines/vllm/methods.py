@@ -12,6 +12,7 @@ from flashrl.core.schemes import QuantScheme
 from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.kept import FP32HeadMethod, KeptEmbeddingMethod, KeptLinearMethod
 from flashrl.engines.vllm.linear import FlashRLLinearMethod
+from flashrl.engines.vllm.moe import FlashRLMoEMethod
 from flashrl.engines.vllm.quantization import lm_head_in_fp32
 
 __all__ = ["choose_method"]
@@ -34,6 +35,9 @@ def choose_method(layer: Any, name: str, scheme: QuantScheme, rules: LayerRules)
         if rules.matches(name, type(layer).__name__):
             return FlashRLLinearMethod(scheme, name)
         return KeptLinearMethod()
+    if compat.is_experts(layer):
+        name = name.removesuffix(".routed_experts")
+        return FlashRLMoEMethod(layer, scheme, name) if rules.matches(name, "FusedMoE") else None
     if isinstance(layer, VocabParallelEmbedding):
         return FP32HeadMethod() if lm_head_in_fp32() else KeptEmbeddingMethod()
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashrl.core.quantize import compute_scale, dequantize, quantize_into
 from flashrl.core.schemes import QuantScheme
-from flashrl.errors import SchemeError, ShapeError, WeightUpdateError
+from flashrl.errors import SchemeError, WeightUpdateError
 
 __all__ = ["QuantizedStorage"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,25 @@ class Workers:
                         result.append([*place, file.get_tensor(key).clone()])
             return result
 
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
+        """Generate for prompts of token ids, each with its own sampling parameters."""
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        if not self._async:
+            return list(self.run("generate", requests, list(params), use_tqdm=False))
+        self._check_alive()
+        return list(self._wait(self._generate_async(requests, params)))
+
+    async def _generate_async(self, requests: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+        async def one(request: Any, native: Any) -> Any:
+            native.output_kind = RequestOutputKind.FINAL_ONLY
+            async for output in self._engine.generate(request, native, uuid.uuid4().hex):
+                final = output
+            return final
+
+        from vllm.sampling_params import RequestOutputKind
+
+        return await asyncio.gather(*map(one, requests, params))
+
     def is_generating(self) -> bool:
         """Whether requests are in flight."""
         return bool(self._core.output_processor.has_unfinished_requests())
@@ -116,9 +136,7 @@ class Workers:
 
     def _check_alive(self) -> None:
         if self.is_shut_down():
-            raise EngineStateError(
-                "the vLLM engine is shut down; start a new one and attach to it"
-            )
+            raise EngineStateError("the vLLM engine is shut down; start a new one and attach to it")
 
     def _wait(self, coroutine: Any) -> Any:
         handler = getattr(self._engine, "output_handler", None)

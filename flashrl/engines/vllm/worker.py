@@ -19,7 +19,6 @@ from flashrl.core.schemes import QuantScheme
 from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.checkpoint_names import checkpoint_shapes
 from flashrl.engines.vllm.conversion import Converted, convert, convert_back
-from flashrl.engines.vllm.linear import FlashRLLinearMethod
 from flashrl.engines.vllm.loading import load_weights
 from flashrl.engines.vllm.placement import Piece, find_pieces, storages_of
 from flashrl.errors import FlashRLError
@@ -132,7 +131,9 @@ class WorkerEngine:
     def describe(self) -> dict[str, Any]:
         """Kernels, layers and bytes of this worker."""
         methods = [getattr(m, "quant_method", None) for m in self._model.modules()]
-        kernels = Counter(m.kernel_name for m in methods if isinstance(m, FlashRLLinearMethod))
+        kernels = Counter(
+            str(getattr(m, "kernel_name", "")) for m in methods if hasattr(m, "storages")
+        )
         tensors = [*self._model.parameters(), *(s.scale for s in storages_of(self._model).values())]
         sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
         quantized = [pieces[0].scheme is not None for pieces in self._find().values()]

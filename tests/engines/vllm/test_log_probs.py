@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import flashrl
-from flashrl.core.rollouts import SamplingParams
 from flashrl.core.penalties import TokenHistory
+from flashrl.core.rollouts import SamplingParams
 from flashrl.core.sampling import process_logits
 from flashrl.engines.vllm.log_probs import extract_rollout, native_sampling_params
 from flashrl.errors import RolloutError, UnsupportedError
@@ -123,7 +123,7 @@ def test_several_samples_of_a_prompt_come_flat(session: Session) -> None:
     for row, completion in enumerate(c for output in outputs for c in output.outputs):
         length = len(completion.token_ids)
         assert rollout.response_mask[row].sum() == length
-        reported = [step[t].logprob for step, t in zip(completion.logprobs, completion.token_ids)]
+        reported = reported_by_dict(completion)
         assert rollout.rollout_log_probs[row, :length].tolist() == pytest.approx(reported)
 
 
@@ -138,7 +138,7 @@ def test_the_sampled_token_is_found_among_candidates(session: Session) -> None:
     )
     completion = outputs[0].outputs[0]
     rollout = extract_rollout(outputs)
-    expected = [step[t].logprob for step, t in zip(completion.logprobs, completion.token_ids)]
+    expected = reported_by_dict(completion)
     assert rollout.rollout_log_probs[0].tolist() == pytest.approx(expected)
 
 
@@ -191,6 +191,11 @@ def test_equal_prompts_with_a_seed_do_not_get_equal_draws(session: Session) -> N
     first, again = (session.generate([PROMPT] * 8, params) for _ in range(2))
     assert torch.equal(first.response_ids, again.response_ids)
     assert len({tuple(row) for row in first.response_ids.tolist()}) > 1
+
+
+def reported_by_dict(completion: Any) -> list[float]:
+    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+    return [step[token].logprob for step, token in pairs]
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

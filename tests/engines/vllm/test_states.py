@@ -152,7 +152,7 @@ def test_gate_and_up_keep_their_own_scales(
 def test_verify_needs_a_whole_update(
     session: Session, checkpoint: Callable[..., Checkpoint]
 ) -> None:
-    """weights are part old, part new: version None, and generation refused."""
+    """Weights are part old, part new: version None, and generation refused."""
     with pytest.raises(flashrl.errors.WeightUpdateError, match="never came"):
         session.update_weights(list(checkpoint(seed=1).named_tensors())[:-1])
     assert session.version is None
@@ -201,9 +201,7 @@ def test_a_push_while_requests_run_is_refused(
     assert session.verify(checkpoint(seed=1).named_tensors()).ok
 
 
-def test_a_shut_down_engine_says_so(
-    checkpoint: Callable[..., Checkpoint], tmp_path: Path
-) -> None:
+def test_a_shut_down_engine_says_so(checkpoint: Callable[..., Checkpoint], tmp_path: Path) -> None:
     """In a process of its own, for it takes vLLM's process groups along."""
     script = tmp_path / "shut_down.py"
     script.write_text(SHUT_DOWN)
@@ -235,7 +233,7 @@ def test_a_detached_engine_is_16_bit_and_takes_weights(
 def test_tied_embeddings_stay_tied_and_16_bit(
     engine: Callable[..., Any], checkpoint: Callable[..., Checkpoint]
 ) -> None:
-    """vLLM's tied-parameter limit, open-instruct#1387: one push updates both."""
+    """VLLM's tied-parameter limit, open-instruct#1387: one push updates both."""
     tied = [checkpoint("llama_tied", seed) for seed in (0, 1)]
     llm = engine(tied[0].path, **flashrl.launch_args("vllm", "int8"))
     session = flashrl.attach(llm, "int8")
