@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# No test may ask a model hub for anything, or tell it anything.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 settings.register_profile(
     "default",
     max_examples=25,

@@ -51,10 +51,10 @@ class DemoPlan:
 
     model: Path
     output: Path
-    num_steps: int = 24
+    num_steps: int = 16
     seed: int = 0
-    num_prompts: int = 4
-    num_generations: int = 8
+    num_prompts: int = 8
+    num_generations: int = 4
     max_tokens: int = 5
-    learning_rate: float = 1e-5
+    learning_rate: float = 5e-6
     runs: tuple[DemoRun, ...] = RUNS

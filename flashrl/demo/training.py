@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
@@ -19,7 +20,7 @@ from trl import GRPOConfig
 
 import flashrl
 from flashrl.core.correction import get_config
-from flashrl.demo.plan import DemoPlan, DemoRun
+from flashrl.demo.plan import RUNS, DemoPlan, DemoRun
 from flashrl.demo.task import REWARDS, make_prompts
 from flashrl.report.records import RunWriter
 from flashrl.trainers.trl.trainer import SessionGRPOTrainer
@@ -37,7 +38,9 @@ def train(plan: DemoPlan, *, on_step: StepCallback) -> None:
         on_step: Told what was recorded of each step.
     """
     transformers.utils.logging.disable_progress_bar()
-    for run in plan.runs:  # records of an earlier demo must not stand beside those of this one
+    # TRL 1.16 uses names that newer transformers deprecate; nobody who runs this can change that.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    for run in (*RUNS, *plan.runs):  # an earlier demo's records must not stand beside this one's
         (plan.output / f"run-{run.name}.jsonl").unlink(missing_ok=True)
     for order, run in enumerate(plan.runs):
         with RunWriter(plan.output, run.name, order=order, **_facts(plan, run)) as writer:

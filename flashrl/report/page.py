@@ -59,7 +59,9 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     panels = draw_panels(runs)
     source = resources.files("flashrl.report").joinpath("template.html").read_text("utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
     page = environment.from_string(source).render(**_content(runs, panels))
     for panel in panels:  # on its own, a picture needs its title
         panel.figure.suptitle(panel.title, x=0.02, ha="left", fontsize=11, fontweight="bold")

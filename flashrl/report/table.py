@@ -24,7 +24,7 @@ _ROWS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("ratio, standard deviation", "ratio_sd", _number("{:.2g}")),
     ("ratio, 95th percentile", "ratio_p95", _number("{:.2f}")),
     ("ratio, largest of all", "ratio_max", _number("{:.2f}")),
-    ("tokens above the bound", "frac_truncated", _number("{:.1%}")),
+    ("weights truncated", "frac_truncated", _number("{:.1%}")),
     ("seconds a step", "seconds_per_step", lambda parts: f"{parts['total']:.1f}"),
     ("minutes in all", "seconds", lambda seconds: f"{seconds / 60:.1f}"),
     ("peak memory, GB", "peak_rss_bytes", lambda size: f"{size / 1e9:.1f}"),

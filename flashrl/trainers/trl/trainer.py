@@ -16,12 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
 
 from flashrl.core.correction import CorrectionConfig, compute, get_config
 from flashrl.core.rollouts import Rollout, SamplingParams
-from flashrl.errors import ConfigError
+from flashrl.errors import ConfigError, MissingDependencyError
 from flashrl.session import Session
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise MissingDependencyError(
+        "this trainer is TRL's, which is not installed; pip install 'flashrl[trl]'"
+    ) from error
 
 __all__ = ["METRICS", "SessionGRPOTrainer"]
 
