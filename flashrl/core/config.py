@@ -16,7 +16,6 @@ is opened here, and for a scheme's name not even that: a profile is a path, for 
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +26,9 @@ import attrs
 
 from flashrl.core._yaml import Document, dump_yaml, parse_overrides, parse_yaml
 from flashrl.core.environment import EnvironmentOptions
+from flashrl.core.hub import download_file
 from flashrl.core.schemes import QuantScheme, get_scheme, scheme_names
-from flashrl.errors import ConfigError, MissingDependencyError
+from flashrl.errors import ConfigError
 
 __all__ = ["Config", "Entry", "EnvironmentOptions", "load_config", "parse_overrides"]
 
@@ -315,28 +315,10 @@ def _find(name: str) -> Config:
         return Config.read(path)
     hub = _HUB_PATH.fullmatch(name)
     if hub:
-        return Config.read(_download(hub["repo"], hub["file"]))
+        return Config.read(download_file(hub["repo"], hub["file"]))
     close = difflib.get_close_matches(name, scheme_names(), n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ConfigError(
         f"FLASHRL_CONFIG={name!r} is no scheme{hint} and no such file exists; give a scheme "
         f"({', '.join(scheme_names())}), a YAML file, or org/repo/file.yaml on the hub"
     )
-
-
-def _download(repo: str, file: str) -> str:
-    try:
-        hub = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{repo}/{file} is no local file, and fetching it from the hub needs huggingface_hub: "
-            "pip install 'flashrl[huggingface]'"
-        ) from error
-    try:
-        return str(hub.hf_hub_download(repo_id=repo, filename=file))
-    except Exception as error:  # the hub's own errors share no root
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{repo}/{file} is no local file, and could not be had from the hub: {reason:.300}. "
-            "Offline, download it first and give its path"
-        ) from error
