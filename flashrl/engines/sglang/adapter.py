@@ -57,9 +57,9 @@ class SGLangAdapter:
         A preset has a name in SGLang; any other scheme travels in the model's configuration.
 
         Raises:
-            UnsupportedError: There is a profile.
+            UnsupportedError: The scheme or a profile asks for what the engine has not.
         """
-        _refuse_profile(profile)
+        _refuse_unsupported(scheme, profile)
         if not scheme.quantized:
             return {}
         if PRESETS.get(scheme.name) == scheme:
@@ -80,13 +80,24 @@ class SGLangAdapter:
         """
         from flashrl.engines.sglang.attached import AttachedSGLang
 
-        _refuse_profile(profile)
+        _refuse_unsupported(scheme, profile)
         return AttachedSGLang(engine, scheme)
 
 
-def _refuse_profile(profile: Profile | None) -> None:
-    if profile is not None:
+def _refuse_unsupported(scheme: QuantScheme, profile: Profile | None) -> None:
+    """Refuse what would otherwise be left out in silence."""
+    faults = [
+        fault
+        for fault, asked in (
+            ("profiles (fold the smoothing factors into the checkpoint)", profile is not None),
+            ("static scales (dynamic=False)", not scheme.dynamic),
+            ("pruning of dead neurons", scheme.prune_dead_neurons),
+            ("an fp8 KV cache, which needs calibrated scales", scheme.kv_cache is not None),
+        )
+        if asked
+    ]
+    if faults:
         raise UnsupportedError(
-            "profiles are not applied in SGLang; leave it out (scales are computed at every "
-            "update), or fold the smoothing factors into the checkpoint"
+            f"scheme {scheme.name!r} asks for {', and for '.join(faults)}; flashrl's SGLang engine "
+            "computes its scales at every update, and has none of these"
         )

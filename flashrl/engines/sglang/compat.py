@@ -204,22 +204,17 @@ def cuda_product(scheme: QuantScheme) -> tuple[str, Any]:
             )
             return y
 
-        return f"{getattr(linear, '__name__', 'fp8 block linear')}", blocks
+        return getattr(linear, "__name__", "fp8 block linear"), blocks
 
-    fp8_scaled_mm = _find(("sgl_kernel", "fp8_scaled_mm"))
-    per_token_group_quant_fp8 = _find(
-        ("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_quant_fp8"),
-        ("sglang.srt.layers.quantization.fp8_kernel", "sglang_per_token_quant_fp8"),
-    )
+    supported = fp8_utils.cutlass_fp8_supported()
 
     def fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        values, input_scale = per_token_group_quant_fp8(x.contiguous())
-        y: Tensor = fp8_scaled_mm(
-            values, weight.t(), input_scale, scale, out_dtype=x.dtype, bias=bias
+        y: Tensor = fp8_utils.apply_fp8_linear(
+            x.contiguous(), weight.t(), scale, bias=bias, cutlass_fp8_supported=supported
         )
         return y
 
-    return "sgl_kernel fp8_scaled_mm", fp8
+    return "apply_fp8_linear", fp8
 
 
 def _find(*places: tuple[str, str]) -> Any:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flashrl.core.names import NameIndex
-from flashrl.core.pushes import checkpoint_tensors
-from flashrl.engines.sglang.slots import by_alias, find_slots
+from flashrl.core.pushes import EXPERT_LAYOUTS, ExpertLayout, checkpoint_tensors
+from flashrl.engines.sglang.slots import Slot, by_alias, find_slots
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
 from flashrl.errors import FlashRLError, WeightUpdateError
 
@@ -42,7 +42,8 @@ class WeightGate:
         slots: Every tensor of a full update, by checkpoint name.
         owed: Names that must be pushed before the engine may generate again.
 
-    Until :meth:`open` it lets a checkpoint on disk pass with more than the model has.
+    Until :meth:`open` it takes a checkpoint's names as they are, and lets through what the model
+    has not; from then on such a name is an error.
     """
 
     def __init__(self, model: Any, *, model_type: str = "") -> None:
@@ -87,7 +88,8 @@ class WeightGate:
             WeightUpdateError: Some tensors were refused, after all others were loaded.
         """
         self._faults, self._passed = {}, set()
-        result = self._load(self._admit(weights), *args, **kwargs)
+        admitted = self._admit(weights) if self._opened else self._check(weights)
+        result = self._load(admitted, *args, **kwargs)
         self.owed -= self._passed - self._faults.keys()
         self._raise_faults()
         if not self._opened:
@@ -129,24 +131,36 @@ class WeightGate:
         yield from homes.values()
 
     def _admit(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in checkpoint_tensors(weights):
-            slot = self._named.get(self._index.find(name) or name)
-            if slot is None:
-                # A checkpoint on disk may hold more than the model has; SGLang knows what to skip.
-                if not self._opened:
-                    yield name, tensor
-                elif not _EXTRA.match(name):
-                    self._faults[name] = "the engine has no such weight"
-                continue
-            fault = _find_fault(tensor, slot.shape)
-            if fault is None and slot.scheme is None:
-                fault = _find_nonfinite(tensor)
-            if fault:
-                self._faults[name] = fault
-                continue
+        """What fits of a push, under names that SGLang's loader knows."""
+        layout = EXPERT_LAYOUTS.get(self._model_type, ExpertLayout())
+        try:
+            for name, tensor in checkpoint_tensors(weights, layout=layout):
+                slot = self._named.get(self._index.find(name) or name)
+                if slot is None:
+                    if not _EXTRA.match(name):
+                        self._faults[name] = "the engine has no such weight"
+                elif self._fits(name, tensor, slot):
+                    # SGLang knows a tied tensor by its first name only.
+                    yield (slot.name if name in slot.aliases else name), tensor
+        except WeightUpdateError as error:  # after the last tensor
+            self._faults.update(error.faults)
+
+    def _check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What fits of a checkpoint on disk; what the model has not is left to SGLang to skip."""
+        for name, tensor in weights:
+            slot = self._named.get(name)
+            if slot is None or self._fits(name, tensor, slot):
+                yield name, tensor
+
+    def _fits(self, name: str, tensor: Tensor, slot: Slot) -> bool:
+        fault = _find_fault(tensor, slot.shape)
+        if fault is None and slot.scheme is None:  # quantizing finds what is not finite itself
+            fault = _find_nonfinite(tensor)
+        if fault:
+            self._faults[name] = fault
+        else:
             self._passed.add(slot.name)
-            # SGLang knows a tied tensor by its first name only.
-            yield (slot.name if name in slot.aliases else name), tensor
+        return fault is None
 
     def _refuse(self, home: int, row: int, error: FlashRLError) -> None:
         slot = self._by_row.get((home, row))

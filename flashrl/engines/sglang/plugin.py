@@ -69,18 +69,19 @@ def _check_entries() -> None:
     """Refuse what no rank could do, before an engine starts.
 
     Raises:
-        UnsupportedError: Names the entry and what it asks for.
+        UnsupportedError: Names each entry and what it asks for.
     """
     config = load_config()
-    for index, entry in enumerate(config.entries if config else ()):
-        faults = [
-            f"{key} is not supported"
-            for key, given in (
-                ("profile", entry.profile is not None),
-                ("kv_cache (pass kv_cache_dtype='fp8_e4m3')", entry.kv_cache is not None),
-                ("lm_head_fp32 (pass enable_fp32_lm_head=True)", entry.lm_head_fp32),
-            )
-            if given
-        ]
-        if faults:
-            raise UnsupportedError(f"configs[{index}]: " + "; ".join(faults))
+    faults = [
+        f"configs[{index}]: {key} is not supported; {instead}"
+        for index, entry in enumerate(config.entries if config else ())
+        for key, asked, instead in (
+            ("profile", entry.profile, "fold its smoothing factors into the checkpoint"),
+            ("kv_cache", entry.kv_cache, "an fp8 KV cache needs calibrated scales"),
+            ("lm_head_fp32", entry.lm_head_fp32, "start SGLang with --enable-fp32-lm-head"),
+            ("prune_dead_neurons", entry.quant_scheme.prune_dead_neurons, "use int8"),
+        )
+        if asked
+    ]
+    if faults:
+        raise UnsupportedError("\n  ".join(faults))

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import flashrl
 from flashrl.core.rollouts import SamplingParams
+from flashrl.core.schemes import get_scheme
 from flashrl.errors import EngineStateError, UnsupportedError, WeightUpdateError
 from flashrl.session import Session
 from flashrl.testing import Checkpoint
@@ -53,12 +55,12 @@ def push(engine: Any, pairs: Any, **how: Any) -> tuple[bool, str]:
 
 @pytest.fixture(scope="module")
 def fresh_answers(
-    pool: Any, launched: Any, checkpoints: Checkpoints
+    pool: Any, launched: Any, wide_checkpoints: Checkpoints
 ) -> tuple[list[list[int]], list[list[int]]]:
     """What engines say that never saw an update: one started 8-bit from A, one attached to B."""
     from_a = generate(launched)
     with (
-        pool.borrow(checkpoints[1].path, "qwen2") as engine,
+        pool.borrow(wide_checkpoints[1].path, "qwen2") as engine,
         flashrl.attach(engine, "int8"),
     ):
         from_b = generate(engine)
@@ -67,9 +69,11 @@ def fresh_answers(
 
 
 @pytest.fixture
-def session(launched_session: Session, fresh_answers: object, checkpoints: Checkpoints) -> Session:
+def session(
+    launched_session: Session, fresh_answers: object, wide_checkpoints: Checkpoints
+) -> Session:
     """The engine that was started 8-bit, holding A."""
-    launched_session.update_weights(checkpoints[0].named_tensors())
+    launched_session.update_weights(wide_checkpoints[0].named_tensors())
     return launched_session
 
 
@@ -90,8 +94,10 @@ def bucket(pairs: list[tuple[str, Tensor]]) -> list[Any]:
 
 
 def fused(pairs: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """A checkpoint's tensors as the engine's own parameters."""
+    """A checkpoint's tensors as the engine's own parameters, its vocabulary padded to 64."""
     tensors = dict(pairs)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = F.pad(tensors[name], (0, 0, 0, -len(tensors[name]) % 64))
     for whole, shards in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
         first = f".{shards[0]}_proj."
         for name in [n for n in tensors if first in n]:
@@ -148,20 +154,20 @@ def broadcast_group(
 
 
 def test_alternating_pushes_equal_the_reference_and_fresh_engines(
-    session: Session, engine: Any, checkpoints: Checkpoints, fresh_answers: Any
+    session: Session, engine: Any, wide_checkpoints: Checkpoints, fresh_answers: Any
 ) -> None:
     for step in range(5):
         which = (step + 1) % 2
-        session.update_weights(checkpoints[which].named_tensors())
-        assert session.verify(checkpoints[which].named_tensors()).ok
+        session.update_weights(wide_checkpoints[which].named_tensors())
+        assert session.verify(wide_checkpoints[which].named_tensors()).ok
         assert generate(engine) == fresh_answers[which]
 
 
 @pytest.mark.parametrize("way", ["named", "flattened_bucket", "direct", "one by one"])
 def test_sglangs_own_pushes_load_16_bit(
-    session: Session, engine: Any, checkpoints: Checkpoints, fresh_answers: Any, way: str
+    session: Session, engine: Any, wide_checkpoints: Checkpoints, fresh_answers: Any, way: str
 ) -> None:
-    pairs = [(n, t.clone()) for n, t in checkpoints[1].named_tensors()]
+    pairs = [(n, t.clone()) for n, t in wide_checkpoints[1].named_tensors()]
     if way == "flattened_bucket":
         answers = [push(engine, bucket(pairs), load_format=way)]
     elif way == "direct":
@@ -171,51 +177,51 @@ def test_sglangs_own_pushes_load_16_bit(
     else:
         answers = [push(engine, pairs)]
     assert all(success for success, _ in answers), answers
-    assert session.verify(checkpoints[1].named_tensors()).ok
+    assert session.verify(wide_checkpoints[1].named_tensors()).ok
     assert generate(engine) == fresh_answers[1]
 
 
 def test_weights_load_from_disk(
-    session: Session, engine: Any, checkpoints: Checkpoints, fresh_answers: Any
+    session: Session, engine: Any, wide_checkpoints: Checkpoints, fresh_answers: Any
 ) -> None:
-    success, message, *_ = engine.update_weights_from_disk(str(checkpoints[1].path))
+    success, message, *_ = engine.update_weights_from_disk(str(wide_checkpoints[1].path))
     assert success, message
-    assert session.verify(checkpoints[1].named_tensors()).ok
+    assert session.verify(wide_checkpoints[1].named_tensors()).ok
     assert generate(engine) == fresh_answers[1]
 
 
 def test_weights_come_by_broadcast(
-    session: Session, engine: Any, checkpoints: Checkpoints, fresh_answers: Any
+    session: Session, engine: Any, wide_checkpoints: Checkpoints, fresh_answers: Any
 ) -> None:
     with broadcast_group(engine) as send:
-        success, message = send(list(checkpoints[1].named_tensors()))
+        success, message = send(list(wide_checkpoints[1].named_tensors()))
     assert success, message
-    assert session.verify(checkpoints[1].named_tensors()).ok
+    assert session.verify(wide_checkpoints[1].named_tensors()).ok
     assert generate(engine) == fresh_answers[1]
 
 
 def test_wrapped_names_reach_the_engine_through_its_own_push(
-    session: Session, engine: Any, checkpoints: Checkpoints
+    session: Session, engine: Any, wide_checkpoints: Checkpoints
 ) -> None:
-    pairs = [(f"module._orig_mod.{n}", t.clone()) for n, t in checkpoints[1].named_tensors()]
+    pairs = [(f"module._orig_mod.{n}", t.clone()) for n, t in wide_checkpoints[1].named_tensors()]
     assert push(engine, pairs)[0]
-    assert session.verify(checkpoints[1].named_tensors()).ok
+    assert session.verify(wide_checkpoints[1].named_tensors()).ok
 
 
 def test_cached_prefixes_do_not_outlive_an_update(
-    session: Session, engine: Any, checkpoints: Checkpoints
+    session: Session, engine: Any, wide_checkpoints: Checkpoints
 ) -> None:
     """verl#5459."""
     generate(engine)
-    session.update_weights(checkpoints[1].named_tensors())
+    session.update_weights(wide_checkpoints[1].named_tensors())
     answer = engine.generate(input_ids=[PROMPTS[1]], sampling_params=GREEDY)[0]
     assert answer["meta_info"]["cached_tokens"] == 0
 
 
-def test_dtypes_agree(session: Session, checkpoints: Checkpoints) -> None:
+def test_dtypes_agree(session: Session, wide_checkpoints: Checkpoints) -> None:
     """bf16 values pushed as fp32 are the same weights."""
-    session.update_weights((n, t.float()) for n, t in checkpoints[1].named_tensors())
-    assert session.verify(checkpoints[1].named_tensors()).ok
+    session.update_weights((n, t.float()) for n, t in wide_checkpoints[1].named_tensors())
+    assert session.verify(wide_checkpoints[1].named_tensors()).ok
 
 
 # Nothing ends the engine.
@@ -243,10 +249,10 @@ FAULTS = ["nan", "shape", "transposed", "dtype", "scale", "unknown"]
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_push_is_named_and_leaves_the_engine_alive(
-    session: Session, engine: Any, checkpoints: Checkpoints, fresh_answers: Any, fault: str
+    session: Session, engine: Any, wide_checkpoints: Checkpoints, fresh_answers: Any, fault: str
 ) -> None:
     [(_, before)] = session.engine.read_weights([K_PROJ])
-    bad = spoil(checkpoints[1].named_tensors(), fault)
+    bad = spoil(wide_checkpoints[1].named_tensors(), fault)
     culprit = "mystery" if fault == "unknown" else K_PROJ
     success, message = push(engine, bad)
     assert not success
@@ -254,21 +260,21 @@ def test_a_bad_push_is_named_and_leaves_the_engine_alive(
     if fault in ("nan", "shape", "transposed", "dtype"):
         [(_, after)] = session.engine.read_weights([K_PROJ])
         assert torch.equal(before, after)
-    session.update_weights(checkpoints[0].named_tensors())
+    session.update_weights(wide_checkpoints[0].named_tensors())
     assert generate(engine) == fresh_answers[0]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_direct_push_is_named_and_leaves_the_engine_alive(
-    session: Session, engine: Any, checkpoints: Checkpoints, fresh_answers: Any, fault: str
+    session: Session, engine: Any, wide_checkpoints: Checkpoints, fresh_answers: Any, fault: str
 ) -> None:
     o_proj = "model.layers.0.self_attn.o_proj.weight"
     [(_, before)] = session.engine.read_weights([o_proj])
-    value = torch.randn(64, 64)
+    value = torch.randn(128, 128)
     bad = {
         "nan": (o_proj, value.masked_fill(value > 2, math.nan).masked_fill(value < -2, math.nan)),
-        "shape": (o_proj, value[:63]),
-        "transposed": (o_proj, value[:, :32]),
+        "shape": (o_proj, value[:127]),
+        "transposed": (o_proj, value[:, :64]),
         "dtype": (o_proj, value.to(torch.int8)),
         "scale": (f"{o_proj}_scale", torch.ones(2, 1)),
         "unknown": (f"{o_proj}.mystery", value),
@@ -285,45 +291,46 @@ def test_a_bad_direct_push_is_named_and_leaves_the_engine_alive(
 def test_a_bad_checkpoint_on_disk_leaves_the_engine_alive(
     session: Session,
     engine: Any,
-    checkpoints: Checkpoints,
+    wide_checkpoints: Checkpoints,
     make_checkpoints: Any,
     tmp_path: Any,
     fault: str,
 ) -> None:
     path = tmp_path / "missing"
     if fault == "another shape":
-        path = make_checkpoints("qwen2", intermediate_size=128)[0].path
+        path = make_checkpoints("qwen2")[0].path
     elif fault == "8-bit values":
         from safetensors.torch import save_file
 
         path.mkdir()
         eight_bit = {
-            n: (t.to(torch.int8) if t.ndim == 2 else t) for n, t in checkpoints[1].named_tensors()
+            n: (t.to(torch.int8) if t.ndim == 2 else t)
+            for n, t in wide_checkpoints[1].named_tensors()
         }
         save_file(eight_bit, path / "model.safetensors")
-        config = (checkpoints[1].path / "config.json").read_text()
+        config = (wide_checkpoints[1].path / "config.json").read_text()
         (path / "config.json").write_text(config)
     success, _, *_ = engine.update_weights_from_disk(str(path))
     assert not success
-    session.update_weights(checkpoints[1].named_tensors())
-    assert session.verify(checkpoints[1].named_tensors()).ok
+    session.update_weights(wide_checkpoints[1].named_tensors())
+    assert session.verify(wide_checkpoints[1].named_tensors()).ok
 
 
 @pytest.mark.parametrize("payload", ["garbage", "unknown format"])
 def test_a_bad_payload_leaves_the_engine_alive(
-    session: Session, engine: Any, fresh_answers: Any, checkpoints: Checkpoints, payload: str
+    session: Session, engine: Any, fresh_answers: Any, wide_checkpoints: Checkpoints, payload: str
 ) -> None:
     if payload == "garbage":
         success, _ = push(engine, [b"\x80\x04garbage"], load_format="flattened_bucket")
     else:
-        pairs = list(checkpoints[0].named_tensors())
+        pairs = list(wide_checkpoints[0].named_tensors())
         success, _ = push(engine, pairs, load_format="no_such_loader")
     assert not success
     assert generate(engine) == fresh_answers[0]
 
 
 def test_after_memory_was_released_a_full_push_comes_first(
-    session: Session, engine: Any, checkpoints: Checkpoints, fresh_answers: Any
+    session: Session, engine: Any, wide_checkpoints: Checkpoints, fresh_answers: Any
 ) -> None:
     """TRL#5312, #5313."""
     engine.release_memory_occupation()
@@ -332,7 +339,7 @@ def test_after_memory_was_released_a_full_push_comes_first(
         generate(engine)
     with pytest.raises(EngineStateError, match="weights were released"):
         session.engine.generate(PROMPTS, SamplingParams())
-    pairs = list(checkpoints[0].named_tensors())
+    pairs = list(wide_checkpoints[0].named_tensors())
     assert push(engine, pairs[1:])[0]
     with pytest.raises(ValueError, match="1 of 27 have not been pushed"):
         generate(engine)
@@ -348,7 +355,7 @@ def test_the_kv_cache_alone_may_be_released(
     assert generate(engine) == fresh_answers[0]
 
 
-def test_every_address_stays(session: Session, engine: Any, checkpoints: Checkpoints) -> None:
+def test_every_address_stays(session: Session, engine: Any, wide_checkpoints: Checkpoints) -> None:
     """vllm#50521, #48438, #48539: graphs and handles stay right."""
 
     def addresses() -> dict[str, list[int]]:
@@ -356,9 +363,9 @@ def test_every_address_stays(session: Session, engine: Any, checkpoints: Checkpo
         return {name: place["addresses"] for name, place in places.items()}
 
     before = addresses()
-    session.update_weights(checkpoints[1].named_tensors())
-    push(engine, list(checkpoints[1].named_tensors()))
-    engine.update_weights_from_disk(str(checkpoints[0].path))
+    session.update_weights(wide_checkpoints[1].named_tensors())
+    push(engine, list(wide_checkpoints[1].named_tensors()))
+    engine.update_weights_from_disk(str(wide_checkpoints[0].path))
     assert addresses() == before
     assert len(before) == len(session.engine.weights())
 
@@ -371,15 +378,28 @@ def test_attaching_with_another_scheme_is_refused(session: Session, engine: Any)
         flashrl.attach(engine, "fp8_channel")
 
 
-def test_a_profile_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="profiles are not applied"):
-        flashrl.launch_args("sglang", "int8", profile=object())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache": "fp8"}, "an fp8 KV cache"),
+        ({"prune_dead_neurons": True}, "pruning of dead neurons"),
+        ({"dynamic": False}, "static scales"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(
+    engine: Any, changes: dict[str, Any], message: str
+) -> None:
+    scheme = get_scheme("int8").evolve(**changes)
+    with pytest.raises(UnsupportedError, match=message):
+        flashrl.attach(engine, scheme)
+    with pytest.raises(UnsupportedError, match=message):
+        flashrl.launch_args("sglang", scheme)
 
 
 def test_a_partial_update_through_the_session_is_an_error(
-    session: Session, checkpoints: Checkpoints
+    session: Session, wide_checkpoints: Checkpoints
 ) -> None:
-    pairs = list(checkpoints[0].named_tensors())
+    pairs = list(wide_checkpoints[0].named_tensors())
     with pytest.raises(WeightUpdateError) as caught:
         session.update_weights(pairs[1:])
     assert caught.value.missing == (pairs[0][0],)
@@ -389,14 +409,25 @@ def test_a_partial_update_through_the_session_is_an_error(
 
 
 @pytest.fixture(scope="module")
-def hugging_face(checkpoints: Checkpoints) -> Any:
-    """A on the embedded engine, quantized alike, in bf16."""
+def hugging_face(wide_checkpoints: Checkpoints) -> tuple[Any, list[tuple[str, Tensor]]]:
+    """The embedded engine, quantized alike, in bf16; and the weights that it holds.
+
+    A third of A's: random weights of A's size amplify the rounding of bf16 past any tolerance.
+    """
     transformers = pytest.importorskip("transformers")
+    calm = [(n, t / 3 if t.ndim == 2 else t) for n, t in wide_checkpoints[0].named_tensors()]
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoints[0].path, dtype=torch.bfloat16
+        wide_checkpoints[0].path, dtype=torch.bfloat16
     )
-    flashrl.attach(model, "int8")
-    return model
+    flashrl.attach(model, "int8").update_weights(calm)
+    return model, calm
+
+
+@pytest.fixture
+def calm_session(session: Session, hugging_face: tuple[Any, Any]) -> Session:
+    """The engine, holding what the embedded engine holds."""
+    session.update_weights(hugging_face[1])
+    return session
 
 
 def logits_of(model: Any, prompt: list[int], response: list[int]) -> Tensor:
@@ -418,18 +449,18 @@ def responses_of(rollout: Any) -> list[tuple[list[int], Tensor]]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
 def test_log_probs_agree_with_hugging_face(
-    session: Session, hugging_face: Any, temperature: float
+    calm_session: Session, hugging_face: Any, temperature: float
 ) -> None:
     """TRL#4159 and its kin: tempered once, and by division of the logits."""
-    rollout = session.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=24))
+    rollout = calm_session.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=24))
     for prompt, (response, log_probs) in zip(PROMPTS, responses_of(rollout), strict=True):
-        logits = logits_of(hugging_face, prompt, response) / (temperature or 1.0)
+        logits = logits_of(hugging_face[0], prompt, response) / (temperature or 1.0)
         expected = logits.log_softmax(-1)[torch.arange(len(response)), response]
         torch.testing.assert_close(log_probs, expected, atol=0.02, rtol=0)
 
 
 def test_penalties_and_bias_are_part_of_the_distribution(
-    session: Session, hugging_face: Any
+    calm_session: Session, hugging_face: Any
 ) -> None:
     """The original's patched sampler ignored them."""
     params = SamplingParams(
@@ -439,9 +470,9 @@ def test_penalties_and_bias_are_part_of_the_distribution(
         frequency_penalty=0.4,
         logit_bias={7: 3.0, 300: -2.0},
     )
-    rollout = session.generate(PROMPTS, params)
+    rollout = calm_session.generate(PROMPTS, params)
     for prompt, (response, log_probs) in zip(PROMPTS, responses_of(rollout), strict=True):
-        logits = logits_of(hugging_face, prompt, response)
+        logits = logits_of(hugging_face[0], prompt, response)
         for position, token in enumerate(response):
             row = logits[position].clone()
             row[7] += 3.0
@@ -456,21 +487,21 @@ def test_penalties_and_bias_are_part_of_the_distribution(
     "cut", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.8}]
 )
 def test_truncated_log_probs_are_renormalised(
-    session: Session, hugging_face: Any, cut: dict[str, Any]
+    calm_session: Session, hugging_face: Any, cut: dict[str, Any]
 ) -> None:
     """Exact, or refused with a reason."""
     params = SamplingParams(max_tokens=16, temperature=1.3, **cut)
-    if not set(cut) <= session.capabilities.exact_log_probs:
+    if not set(cut) <= calm_session.capabilities.exact_log_probs:
         with pytest.raises(UnsupportedError, match="does not report exact log-probabilities"):
-            session.generate(PROMPTS, params)
+            calm_session.generate(PROMPTS, params)
         return
-    rollout = session.generate(PROMPTS, params)
+    rollout = calm_session.generate(PROMPTS, params)
     assert rollout.log_mass is not None
     for row, (prompt, (response, log_probs)) in enumerate(
         zip(PROMPTS, responses_of(rollout), strict=True)
     ):
         for position, probs in enumerate(
-            (logits_of(hugging_face, prompt, response) / 1.3).softmax(-1)
+            (logits_of(hugging_face[0], prompt, response) / 1.3).softmax(-1)
         ):
             ordered, ids = probs.sort(descending=True)
             kept = torch.arange(len(ordered)) < cut.get("top_k", len(ordered))

@@ -18,56 +18,65 @@ from flashrl.testing import Checkpoint
 
 def test_the_environment_makes_a_script_8_bit_that_nobody_edited(
     pool: Any,
-    checkpoints: tuple[Checkpoint, Checkpoint],
+    wide_checkpoints: tuple[Checkpoint, Checkpoint],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tmp_path / "rollouts.yaml"
     config.write_text("configs: [{fn: fp8, ignore: [lm_head, 're:.*down_proj$']}]")
     monkeypatch.setenv("FLASHRL_CONFIG", str(config))
-    engine = pool.start(checkpoints[0].path)
+    engine = pool.start(wide_checkpoints[0].path)
     scheme = get_scheme("fp8_channel").evolve(ignore=("lm_head", "re:.*down_proj$"))
     with flashrl.attach(engine, scheme) as session:
         kept = {name for name, info in session.engine.weights().items() if info.scheme is None}
         assert "model.layers.0.mlp.down_proj.weight" in kept
         assert "model.layers.0.mlp.gate_proj.weight" not in kept
-        assert session.verify(checkpoints[0].named_tensors()).ok
+        assert session.verify(wide_checkpoints[0].named_tensors()).ok
 
 
 def test_any_scheme_travels_in_the_launch_arguments(
-    pool: Any, checkpoints: tuple[Checkpoint, Checkpoint]
+    wide_checkpoints: tuple[Checkpoint, Checkpoint],
 ) -> None:
     scheme = get_scheme("int8").evolve(name="mine", ignore=("lm_head", "model.layers.0"))
-    engine = pool.start(checkpoints[0].path, **flashrl.launch_args("sglang", scheme))
-    with flashrl.attach(engine, scheme) as session:
-        infos = session.engine.weights()
-        assert infos["model.layers.0.mlp.up_proj.weight"].scheme is None
-        assert infos["model.layers.1.mlp.up_proj.weight"].scheme == scheme
-        session.update_weights(checkpoints[1].named_tensors())
-        assert session.verify(checkpoints[1].named_tensors()).ok
+    arguments = flashrl.launch_args("sglang", scheme)
+    code = (
+        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "import json, sys\n"
+        "from sglang.srt.configs.model_config import ModelConfig\n"
+        "from sglang.srt.layers.quantization import get_quantization_config\n"
+        "path, quantization, override = sys.argv[1:]\n"
+        "config = ModelConfig(path, quantization=quantization, model_override_args=override)\n"
+        "assert config.quantization == 'flashrl', config.quantization\n"
+        "found = config.hf_config.quantization_config\n"
+        "scheme = get_quantization_config('flashrl').from_config(found).scheme\n"
+        "print(scheme.name, *scheme.ignore)\n"
+    )
+    told = run(code, str(wide_checkpoints[0].path), *arguments.values())
+    assert told.returncode == 0, told.stderr[-2000:]
+    assert told.stdout.split()[-3:] == ["mine", "lm_head", "model.layers.0"]
 
 
 def test_a_scheme_that_fits_no_layer_leaves_the_engine_as_it_was(
-    pool: Any, checkpoints: tuple[Checkpoint, Checkpoint]
+    pool: Any, wide_checkpoints: tuple[Checkpoint, Checkpoint]
 ) -> None:
-    with pool.borrow(checkpoints[0].path, "qwen2") as engine:
+    with pool.borrow(wide_checkpoints[0].path, "qwen2") as engine:
         greedy = {"temperature": 0.0, "max_new_tokens": 8}
         before = engine.generate(input_ids=[[5, 9]], sampling_params=greedy)[0]["output_ids"]
         with pytest.raises(SchemeError, match="fits no layer"):
             flashrl.attach(engine, get_scheme("int8").evolve(targets=("no_such_layer",)))
         with pytest.raises(SchemeError, match=r"qkv_proj.*do not fall on blocks"):
-            flashrl.attach(engine, "fp8_block")
+            flashrl.attach(engine, get_scheme("fp8_block").evolve(block_structure=(96, 128)))
         with flashrl.attach(engine, "int8") as session:
-            assert session.verify(checkpoints[0].named_tensors()).ok
+            assert session.verify(wide_checkpoints[0].named_tensors()).ok
         after = engine.generate(input_ids=[[5, 9]], sampling_params=greedy)[0]["output_ids"]
         assert before == after
 
 
-def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     import os
 
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
