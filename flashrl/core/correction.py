@@ -279,12 +279,11 @@ def compute(
         device=response_mask.device,
     )
     state = MismatchState.empty(response_mask.device)
-    with torch.no_grad():
-        for block in iter_blocks(policy, rollout_log_probs, response_mask, log_mass):
-            block_advantages = None if advantages is None else advantages[block.rows]
-            block_weights, num_truncated = _weigh(block, config, block_advantages)
-            weights[block.rows] = block_weights
-            state += measure_block(block, block_weights, num_truncated)
+    for block in iter_blocks(policy, rollout_log_probs, response_mask, log_mass):
+        block_advantages = None if advantages is None else advantages[block.rows]
+        block_weights, num_truncated = _weigh(block, config, block_advantages)
+        weights[block.rows] = block_weights
+        state += measure_block(block, block_weights, num_truncated)
     if group is not None:
         state = state.all_reduce(group)
     metrics = state.compute()

@@ -73,8 +73,7 @@ def policy_loss(
     check_tensors(response_mask, log_probs=log_probs, weights=weights)
     advantages = check_advantages(advantages, response_mask)
     kept = (response_mask != 0) & (weights != 0)
-    # Zeroed before any arithmetic: 0 · NaN is NaN, in the gradient too.
-    advantages = torch.where(kept, advantages, 0.0)
+    # What is dropped is zeroed before any arithmetic: 0 · NaN is NaN, in the gradient too.
     if config.objective == "policy_gradient":
         surrogate = advantages * torch.where(kept, log_probs, 0.0)
     else:
@@ -137,13 +136,13 @@ def aggregate(
         tensor(0.5000)
     """
     check_tensors(response_mask, losses=losses)
-    kept = response_mask != 0
-    counted = kept
+    counted = kept = response_mask != 0
     if weights is not None:
         check_tensors(response_mask, weights=weights)
         kept = kept & (weights != 0)
-        losses = losses * torch.where(kept, weights.detach(), 0.0).to(losses.dtype)
     losses = torch.where(kept, losses, 0.0)
+    if weights is not None:
+        losses = losses * torch.where(kept, weights.detach(), 0.0).to(losses.dtype)
     if denominator == "kept":
         counted = kept
     elif denominator != "fixed":

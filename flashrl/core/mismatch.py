@@ -267,9 +267,8 @@ def measure(
         named["log_mass"] = log_mass
     check_tensors(response_mask, **named, **({} if weights is None else {"weights": weights}))
     state = MismatchState.empty(response_mask.device)
-    with torch.no_grad():
-        for block in iter_blocks(old_log_probs, rollout_log_probs, response_mask, log_mass):
-            state += measure_block(block, None if weights is None else weights[block.rows])
+    for block in iter_blocks(old_log_probs, rollout_log_probs, response_mask, log_mass):
+        state += measure_block(block, None if weights is None else weights[block.rows])
     if on_invalid == "raise" and state.sum_of("num_invalid") > 0:
         raise_invalid(response_mask, **named)
     return state

@@ -244,12 +244,35 @@ def test_a_dropped_nan_rollout_does_not_reach_the_gradient():
 
 def test_a_runaway_ratio_stays_finite():
     batch = Batch()
-    batch.log_probs = (batch.old + 500.0).requires_grad_()
+    batch.log_probs = (batch.old + 5000.0).requires_grad_()
     batch.advantages = -batch.advantages.abs()
     loss = batch.loss()
     loss.backward()
     assert math.isfinite(loss.item())
     assert batch.log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.objective)
+def test_only_the_current_policy_gets_a_gradient(config):
+    """slime#179: neither the weight nor what it was made from is differentiated."""
+    batch = Batch()
+    constants = [batch.old, batch.rollout, batch.advantages, batch.weights(config)]
+    for constant in constants:
+        constant.requires_grad_()
+    batch.loss(config, weights=constants[-1]).backward()
+    assert all(constant.grad is None for constant in constants)
+    assert batch.log_probs.grad.any()
+
+
+def test_a_loss_at_a_masked_position_never_matters():
+    losses = torch.tensor([[1.0, math.nan], [math.inf, 3.0]], requires_grad=True)
+    mask = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    for weights in (None, torch.tensor([[1.0, math.nan], [math.inf, 1.0]])):
+        losses.grad = None
+        loss = aggregate(losses, response_mask=mask, weights=weights)
+        loss.backward()
+        assert loss.item() == 2.0
+        assert torch.equal(losses.grad, mask / 2)
 
 
 def test_bypass_clips_against_the_rollout_and_its_mass():

@@ -151,6 +151,19 @@ def test_effective_sample_size_of_known_weights(weights, ess):
     assert metrics["ess"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_padding_is_no_extreme(ratio):
+    """A masked position is neither a ratio of 1 nor a weight of 0."""
+    rollout = torch.full((3, 4), -3.0)
+    mask = torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]])
+    weights = torch.full((3, 4), ratio)
+    metrics = compute(rollout + math.log(ratio), rollout, mask, weights=weights * mask)
+    for name in ("ratio_min", "ratio_p95", "ratio_max", "ratio_mean", "weight_min", "weight_max"):
+        assert metrics[name] == pytest.approx(ratio, rel=2e-3)
+    assert metrics["num_sequences"] == 2.0
+    assert metrics["dropped_fraction"] == metrics["dropped_sequence_fraction"] == 0.0
+
+
 def test_effective_sample_size_survives_when_nearly_all_is_dropped():
     weights = torch.zeros(1, 100_000)
     weights[0, 0] = 1.0
