@@ -277,7 +277,7 @@ def commands() -> Iterator[nodes.Node]:
             main, [name, "--help"], prog_name="flashrl", terminal_width=COLUMNS
         )
         if result.exit_code:
-            raise RuntimeError(f"flashrl {name} --help failed: {result.output}")
+            raise RuntimeError(f"flashrl {name} --help failed: {result.exception!r}")
         section += nodes.literal_block(result.output, result.output, language="text")
         yield section
 
