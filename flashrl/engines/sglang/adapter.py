@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from flashrl.core.schemes import PRESETS, QuantScheme
 from flashrl.core.viability import Viability
 from flashrl.errors import UnsupportedError
@@ -64,10 +66,9 @@ class SGLangAdapter:
             return {}
         if PRESETS.get(scheme.name) == scheme:
             return {"quantization": f"flashrl_{scheme.name}"}
-        from flashrl.engines.sglang.quantization import quantization_config
-
-        override = {"quantization_config": quantization_config(scheme)}
-        return {"quantization": "flashrl", "json_model_override_args": json.dumps(override)}
+        config = {"quant_method": "flashrl", "scheme": attrs.asdict(scheme)}
+        override = json.dumps({"quantization_config": config})
+        return {"quantization": "flashrl", "json_model_override_args": override}
 
     def attach(
         self, engine: Any, scheme: QuantScheme, *, profile: Profile | None = None

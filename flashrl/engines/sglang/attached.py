@@ -53,8 +53,9 @@ class AttachedSGLang:
     """
 
     def __init__(self, engine: Any, scheme: QuantScheme) -> None:
-        compat.check_engine(engine, scheme)
         self._engine = engine
+        self._check_alive()
+        compat.check_engine(engine, scheme)
         self._scheme = scheme
         self._support = compat.largest_support(engine)
         self._vocab = int(engine.tokenizer_manager.model_config.vocab_size)
@@ -116,6 +117,7 @@ class AttachedSGLang:
             UnsupportedError: The log-probability under ``params`` would not be exact.
             EngineStateError: The weights were released and not pushed since.
         """
+        self._check_alive()
         prompts = check_prompts(prompt_ids)
         check_exact(
             params, self.capabilities.exact_log_probs, most=self._support, vocab=self._vocab
@@ -144,8 +146,9 @@ class AttachedSGLang:
         They hold what they held before :func:`flashrl.attach`, or, where an update has come since,
         its dequantized values.  An engine that was started 8-bit stays so.
         """
-        self._call("detach")
-        self._flush()
+        if compat.is_alive(self._engine):
+            self._call("detach")
+            self._flush()
 
     @functools.cached_property
     def _places(self) -> list[dict[str, Any]]:
@@ -185,6 +188,7 @@ class AttachedSGLang:
         Raises:
             EngineStateError: The plugin is not loaded there, or something failed.
         """
+        self._check_alive()
         memory = "/dev/shm"  # noqa: S108  # tensors that never touch a disk
         with tempfile.TemporaryDirectory(
             prefix="flashrl-", dir=memory if os.path.isdir(memory) else None
@@ -202,12 +206,19 @@ class AttachedSGLang:
             _answers(folder)
             yield folder
 
+    def _check_alive(self) -> None:
+        if not compat.is_alive(self._engine):
+            raise EngineStateError(
+                "the engine is shut down, or one of its schedulers died; start a new one"
+            )
+
     def _flush(self) -> None:
         """Forget cached prefixes, which other weights computed.
 
         Raises:
-            EngineStateError: Requests are running.
+            EngineStateError: Requests are running, or the engine is shut down.
         """
+        self._check_alive()
         # A scheduler answers a request a little before it counts it as finished.
         for wait in (*[0.02] * 50, *[0.2] * 20):
             if getattr(self._engine.flush_cache(), "success", True):

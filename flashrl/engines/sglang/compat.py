@@ -26,6 +26,7 @@ __all__ = [
     "data_parallel_rank",
     "draws_repeat",
     "generate",
+    "is_alive",
     "largest_support",
     "model_of",
     "model_type_of",
@@ -252,6 +253,18 @@ def check_engine(engine: Any, scheme: QuantScheme) -> None:
             f"sgl.Engine(model, **flashrl.launch_args('sglang', {scheme.name!r})), or with "
             "disable_cuda_graph=True to attach later"
         )
+
+
+def is_alive(engine: Any) -> bool:
+    """Whether an engine's schedulers run; calls to one that was shut down wait for ever."""
+    psutil = importlib.import_module("psutil")  # SGLang brings it
+    for pid in engine.get_all_child_pids():
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            return False
+    return True
 
 
 def reports_tempered() -> bool:

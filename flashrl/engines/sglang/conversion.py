@@ -13,7 +13,8 @@ from torch import nn
 
 from flashrl.core.names import LayerRules
 from flashrl.core.schemes import QuantScheme
-from flashrl.engines.sglang.linear import FlashRLLinearMethod
+from flashrl.engines.sglang import compat
+from flashrl.engines.sglang.linear import FlashRLLinearMethod, refuse_split_scale
 from flashrl.engines.sglang.moe import FlashRLMoEMethod
 from flashrl.engines.sglang.storage import QuantizedStorage
 from flashrl.errors import SchemeError, UnsupportedError
@@ -91,6 +92,8 @@ def _swap(name: str, layer: Any, scheme: QuantScheme) -> _Swap:
     before = layer.quant_method
     method: FlashRLLinearMethod | FlashRLMoEMethod
     if isinstance(layer, LinearBase):
+        split = isinstance(layer, ColumnParallelLinear) and compat.rank_of(layer)[1] > 1
+        refuse_split_scale(name, scheme, split=split)
         method = FlashRLLinearMethod(scheme, name)
         homes = {"weight": _quantize(name, scheme, _partition_sizes(layer), layer.weight)}
         method.install(layer, homes["weight"], _loader_of(layer.weight))

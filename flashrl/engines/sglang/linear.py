@@ -14,7 +14,7 @@ from flashrl.engines.sglang.products import choose_product
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
 from flashrl.errors import UnsupportedError
 
-__all__ = ["FlashRLLinearMethod", "KeptLinearMethod", "register_scale"]
+__all__ = ["FlashRLLinearMethod", "KeptLinearMethod", "refuse_split_scale", "register_scale"]
 
 
 class KeptLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -47,6 +47,7 @@ class FlashRLLinearMethod(LinearMethodBase):  # type: ignore[misc]
         **extra_weight_attrs: Any,
     ) -> None:
         """Register ``weight`` and ``weight_scale`` on a layer."""
+        refuse_split_scale(self.name, self.scheme, split=sum(output_partition_sizes) < output_size)
         storage = QuantizedStorage.allocate(
             self.name, self.scheme, output_partition_sizes, input_size_per_partition
         )
@@ -76,6 +77,19 @@ class FlashRLLinearMethod(LinearMethodBase):  # type: ignore[misc]
         flat = x.reshape(-1, x.shape[-1])
         y = self.product.multiply(flat, self.storage.weight, self.storage.scale, bias)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def refuse_split_scale(name: str, scheme: QuantScheme, *, split: bool) -> None:
+    """Refuse one scale a tensor where each rank sees only some of the tensor's rows.
+
+    Raises:
+        UnsupportedError: ``split`` is true and the scheme has one scale a tensor.
+    """
+    if split and scheme.strategy == "tensor":
+        raise UnsupportedError(
+            f"{name}: {scheme.name} has one scale a tensor, and tensor parallelism gives each rank "
+            "some of its rows; use fp8_channel, which no split changes"
+        )
 
 
 def register_scale(layer: nn.Module, name: str, scale: Tensor) -> None:

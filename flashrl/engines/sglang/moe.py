@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from flashrl.core.schemes import QuantScheme
 from flashrl.engines.sglang import compat
-from flashrl.engines.sglang.linear import register_scale
+from flashrl.engines.sglang.linear import refuse_split_scale, register_scale
 from flashrl.engines.sglang.products import choose_product
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
 from flashrl.errors import UnsupportedError
@@ -58,6 +58,7 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             UnsupportedError: They are not gated, have biases, are spread over ranks, or have an
                 activation that is not known here.
         """
+        refuse_split_scale(self.name, self.scheme, split=getattr(layer, "moe_tp_size", 1) > 1)
         config = layer.moe_runner_config
         faults = [
             fault

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -18,15 +17,9 @@ from flashrl.engines.sglang.linear import FlashRLLinearMethod, KeptLinearMethod
 from flashrl.engines.sglang.moe import FlashRLMoEMethod
 from flashrl.errors import UnsupportedError
 
-__all__ = ["CONFIGS", "PREFIX", "FlashRLConfig", "quantization_config"]
+__all__ = ["CONFIGS", "PREFIX", "FlashRLConfig"]
 
 PREFIX = "flashrl"
-
-
-def quantization_config(scheme: QuantScheme) -> dict[str, Any]:
-    """A scheme as the ``quantization_config`` of a model, plain values only."""
-    fields = attrs.asdict(scheme, retain_collection_types=False)
-    return {"quant_method": PREFIX, "scheme": fields}
 
 
 class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
@@ -72,7 +65,7 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FlashRLConfig:
-        """Read what :func:`quantization_config` wrote.
+        """Read what :meth:`SGLangAdapter.launch_args` wrote.
 
         Raises:
             UnsupportedError: The checkpoint is quantized already, by something else.

@@ -24,7 +24,7 @@ from flashrl.testing import Checkpoint
 Checkpoints = tuple[Checkpoint, Checkpoint]
 
 PROMPTS = [[5, 9, 17, 4], [30, 31, 32, 33, 34, 35, 36], [200]]
-K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+CULPRIT = "model.layers.0.mlp.gate_proj.weight"
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
 
 
@@ -230,15 +230,15 @@ def test_dtypes_agree(session: Session, wide_checkpoints: Checkpoints) -> None:
 def spoil(pairs: Any, fault: str) -> list[tuple[str, Tensor]]:
     tensors = {n: t.clone() for n, t in pairs}
     if fault == "nan":
-        tensors[K_PROJ][-1, -1] = math.nan
+        tensors[CULPRIT][-1, -1] = math.nan
     elif fault == "shape":
-        tensors[K_PROJ] = tensors[K_PROJ][:-1]
+        tensors[CULPRIT] = tensors[CULPRIT][:-1]
     elif fault == "transposed":
-        tensors[K_PROJ] = tensors[K_PROJ].t().contiguous()
+        tensors[CULPRIT] = tensors[CULPRIT].t().contiguous()
     elif fault == "dtype":
-        tensors[K_PROJ] = tensors[K_PROJ].to(torch.int8)
+        tensors[CULPRIT] = tensors[CULPRIT].to(torch.int8)
     elif fault == "scale":
-        tensors[f"{K_PROJ}_scale"] = torch.ones(32, 1)
+        tensors[f"{CULPRIT}_scale"] = torch.ones(256, 1)
     elif fault == "unknown":
         tensors["model.layers.9.mlp.mystery.weight"] = torch.ones(2, 2)
     return list(tensors.items())
@@ -251,14 +251,14 @@ FAULTS = ["nan", "shape", "transposed", "dtype", "scale", "unknown"]
 def test_a_bad_push_is_named_and_leaves_the_engine_alive(
     session: Session, engine: Any, wide_checkpoints: Checkpoints, fresh_answers: Any, fault: str
 ) -> None:
-    [(_, before)] = session.engine.read_weights([K_PROJ])
+    [(_, before)] = session.engine.read_weights([CULPRIT])
     bad = spoil(wide_checkpoints[1].named_tensors(), fault)
-    culprit = "mystery" if fault == "unknown" else K_PROJ
+    culprit = "mystery" if fault == "unknown" else CULPRIT
     success, message = push(engine, bad)
     assert not success
     assert culprit in message
     if fault in ("nan", "shape", "transposed", "dtype"):
-        [(_, after)] = session.engine.read_weights([K_PROJ])
+        [(_, after)] = session.engine.read_weights([CULPRIT])
         assert torch.equal(before, after)
     session.update_weights(wide_checkpoints[0].named_tensors())
     assert generate(engine) == fresh_answers[0]
@@ -412,10 +412,11 @@ def test_a_partial_update_through_the_session_is_an_error(
 def hugging_face(wide_checkpoints: Checkpoints) -> tuple[Any, list[tuple[str, Tensor]]]:
     """The embedded engine, quantized alike, in bf16; and the weights that it holds.
 
-    A third of A's: random weights of A's size amplify the rounding of bf16 past any tolerance.
+    An eighth of A's: random weights of A's size amplify the rounding of bf16 past any tolerance
+    (0.12 nats at a third, 0.02 at an eighth, between bf16 and fp32 of the same 8-bit model).
     """
     transformers = pytest.importorskip("transformers")
-    calm = [(n, t / 3 if t.ndim == 2 else t) for n, t in wide_checkpoints[0].named_tensors()]
+    calm = [(n, t / 8 if t.ndim == 2 else t) for n, t in wide_checkpoints[0].named_tensors()]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         wide_checkpoints[0].path, dtype=torch.bfloat16
     )
@@ -484,7 +485,7 @@ def test_penalties_and_bias_are_part_of_the_distribution(
 
 
 @pytest.mark.parametrize(
-    "cut", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.8}]
+    "cut", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.6}, {"top_k": 8, "top_p": 0.8}]
 )
 def test_truncated_log_probs_are_renormalised(
     calm_session: Session, hugging_face: Any, cut: dict[str, Any]
@@ -511,7 +512,7 @@ def test_truncated_log_probs_are_renormalised(
             # bf16 moves the edge of the support by a token now and then; then S moves too.
             if abs(rollout.log_mass[row, position] - mass.log()) < 0.02:
                 expected = (probs[response[position]] / mass).log()
-                assert log_probs[position] == pytest.approx(expected.item(), abs=0.04)
+                assert log_probs[position] == pytest.approx(expected.item(), abs=0.03)
                 assert response[position] in ids[kept].tolist()
     checked = (rollout.log_mass < 0).float().mean()
     assert checked > 0.2
