@@ -9,11 +9,13 @@ Work goes through the weight in slices of rows, so the extra memory is a few MiB
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from flashrl.core import kernels
 from flashrl.core.schemes import QuantScheme, get_scheme
 from flashrl.errors import NonFiniteError, SchemeError, ShapeError
 
@@ -76,9 +78,12 @@ def quantize_into(
     *,
     scheme: str | QuantScheme,
     smoothing: Tensor | None = None,
+    flag: Tensor | None = None,
     name: str = "weight",
 ) -> None:
     """Quantize a weight into storage that exists already, scale included.
+
+    On a GPU that :mod:`flashrl.core.kernels` knows, a fused kernel does it with the same bits.
 
     Args:
         weight: fp32, bf16 or fp16, [out, in], any strides.
@@ -88,10 +93,13 @@ def quantize_into(
             shards of a fused layer sit side by side.
         scheme: What shares a scale, and the 8-bit type.
         smoothing: Factor per input channel that multiplies the weight first, (in,).
+        flag: int32, (1,), on the weight's device.  With it nothing waits for a GPU: what is not
+            finite sets the flag to 1 instead of raising, and leaves the destination undefined.
         name: The tensor's name, for errors.
 
     Raises:
-        NonFiniteError: The weight (or a static scale) is not finite; nothing was written.
+        NonFiniteError: The weight (or a static scale) is not finite, and there is no ``flag``;
+            nothing was written.
         ShapeError: A shape or dtype does not fit; nothing was written.
 
     Example:
@@ -103,11 +111,22 @@ def quantize_into(
     scheme = _quantizing(scheme)
     _check_weight(weight, smoothing, name)
     _check_destination(weight, out, scale, scheme, name)
-    fresh = compute_scale(weight, scheme, smoothing=smoothing, name=name)
-    if scheme.dynamic:
-        scale.copy_(fresh)
-    elif not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise NonFiniteError(f"{name}: a static scale must be finite and positive")
+    if weight.is_cuda and kernels.available(weight.device, scheme):
+        if flag is None:
+            _check_finite(weight, scale, scheme, smoothing, name)
+        kernels.quantize(weight, out, scale, scheme=scheme, smoothing=smoothing, flag=flag)
+        return
+    try:
+        fresh = compute_scale(weight, scheme, smoothing=smoothing, name=name)
+        if scheme.dynamic:
+            scale.copy_(fresh)
+        else:
+            _check_static_scale(scale, name)
+    except NonFiniteError:
+        if flag is None:
+            raise
+        flag.fill_(1)
+        return
     for rows, values in _slices(weight, scheme, smoothing):
         values.div_(_rows_of(scale, rows, weight.shape, scheme))
         if scheme.type == "int":
@@ -202,6 +221,23 @@ def _check_destination(
             f"{tuple(weight.shape)}, got {out.dtype} {tuple(out.shape)}"
         )
     _check_scale(weight, scale, scheme, name)
+
+
+def _check_finite(
+    weight: Tensor, scale: Tensor, scheme: QuantScheme, smoothing: Tensor | None, name: str
+) -> None:
+    """Raise what the reference would, before a kernel writes."""
+    quick = smoothing is None and weight.numel() > 0
+    low, high = torch.aminmax(weight) if quick else (torch.nan, torch.nan)
+    if not math.isfinite(high - low):
+        compute_scale(weight, scheme, smoothing=smoothing, name=name)
+    if not scheme.dynamic:
+        _check_static_scale(scale, name)
+
+
+def _check_static_scale(scale: Tensor, name: str) -> None:
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise NonFiniteError(f"{name}: a static scale must be finite and positive")
 
 
 def _check_scale(weight: Tensor, scale: Tensor, scheme: QuantScheme, name: str) -> None:

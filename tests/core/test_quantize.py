@@ -207,6 +207,16 @@ def test_non_finite_weights_are_named_and_nothing_is_written(scheme: str, bad: f
     assert bool((scale == 3).all())
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.5])
+def test_a_flag_takes_the_place_of_the_error(bad: float) -> None:
+    weight = torch.randn(3, 4)
+    weight[1, 2] = bad
+    flag = torch.zeros(1, dtype=torch.int32)
+    out, scale = torch.empty(3, 4, dtype=torch.int8), torch.empty(3, 1)
+    quantize_into(weight, out, scale, scheme="int8", flag=flag)
+    assert flag.item() == (0 if math.isfinite(bad) else 1)
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
 def test_a_bad_static_scale_is_refused(bad: float) -> None:
     static = get_scheme("int8").evolve(dynamic=False)
