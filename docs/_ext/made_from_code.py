@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import click
 from click.testing import CliRunner
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -269,22 +270,32 @@ def _ability(value: Any) -> str:
 
 
 def commands() -> Iterator[nodes.Node]:
-    """What ``--help`` of every command prints."""
+    """What ``--help`` of every command prints, its subcommands' after it."""
     for name in COMMANDS:
         section = nodes.section(ids=[f"flashrl-{name}"])
         section += nodes.title("", "", nodes.literal("", f"flashrl {name}"))
-        result = CliRunner().invoke(
-            main, [name, "--help"], prog_name="flashrl", terminal_width=COLUMNS
-        )
-        if result.exit_code:
-            raise RuntimeError(f"flashrl {name} --help failed: {result.exception!r}")
-        section += nodes.literal_block(result.output, result.output, language="text")
+        section += _help(name)
+        command = main.get_command(click.Context(main), name)
+        if isinstance(command, click.Group):
+            section += [_help(name, subcommand) for subcommand in command.commands]
         yield section
+
+
+def _help(*words: str) -> nodes.literal_block:
+    result = CliRunner().invoke(
+        main, [*words, "--help"], prog_name="flashrl", terminal_width=COLUMNS
+    )
+    if result.exit_code:
+        raise RuntimeError(f"flashrl {' '.join(words)} --help failed: {result.exception!r}")
+    return nodes.literal_block(result.output, result.output, language="text")
 
 
 def benchmarks() -> Iterator[nodes.Node]:
     """Every figure in ``benchmarks/results``, with the command that made it."""
-    for file in sorted(RESULTS.glob("*.json")):
+    files = sorted(RESULTS.glob("*.json"))
+    if not files:
+        yield paragraph("No figures have been recorded yet.")
+    for file in files:
         result = json.loads(file.read_text(encoding="utf-8"))
         section = nodes.section(ids=[f"benchmark-{file.stem}"])
         section += nodes.title("", str(result.pop("benchmark", file.stem)).replace("_", " "))
