@@ -24,6 +24,10 @@ COMMANDS = {
     "doctor": "Show what is installed, which adapters work, and whether 8 bit will pay here.",
     "verify": "Push weights back and forth, and prove that each reload is right.",
     "predict": "Predict the speed-up and the memory of each scheme for a model on a GPU.",
+    "profile": "Make a profile of smoothing factors and scales; show, check, compare profiles.",
+    "setup": "Write the file that FLASHRL_CONFIG names.",
+    "config": "Show or check what FLASHRL_CONFIG, or a file for it, comes to.",
+    "cleanup": "Undo what an old install of flash-llm-rl left, and say how to turn FlashRL off.",
     "demo": "Train a real model with INT8 rollouts on this machine, and report.",
     "report": "Draw a folder of training runs as one HTML file.",
 }

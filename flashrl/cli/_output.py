@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -15,6 +16,7 @@ __all__ = [
     "CheckFailure",
     "Failure",
     "json_option",
+    "pass_json_on",
     "print_data",
     "stderr_console",
     "stdout_console",
@@ -44,6 +46,21 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(
         command
     )
+
+
+def pass_json_on(ctx: click.Context) -> None:
+    """Hand a group's ``--json`` to the command in it that was asked for.
+
+    Raises:
+        UsageError: The group was given other options, which would do nothing.
+    """
+    command = str(ctx.invoked_subcommand)
+    ctx.default_map = {command: {"as_json": ctx.params["as_json"]}}
+    for parameter in ctx.command.params:
+        name = str(parameter.name)
+        given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if given and name != "as_json":
+            raise click.UsageError(f"{parameter.opts[0]} has no use before {command!r}")
 
 
 def print_data(data: Mapping[str, Any], table: RenderableType, *, as_json: bool) -> None:
