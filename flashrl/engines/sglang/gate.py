@@ -139,21 +139,22 @@ class WeightGate:
                 if slot is None:
                     if not _EXTRA.match(name):
                         self._faults[name] = "the engine has no such weight"
-                elif self._fits(name, tensor, slot):
+                elif self._fits(name, tensor, slot, shape=slot.shape):
                     # SGLang knows a tied tensor by its first name only.
                     yield (slot.name if name in slot.aliases else name), tensor
         except WeightUpdateError as error:  # after the last tensor
             self._faults.update(error.faults)
 
     def _check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What fits of a checkpoint on disk; what the model has not is left to SGLang to skip."""
+        """What fits of a checkpoint on disk; names and shapes are SGLang's own business there."""
         for name, tensor in weights:
             slot = self._named.get(name)
-            if slot is None or self._fits(name, tensor, slot):
+            if slot is None or self._fits(name, tensor, slot, shape=tuple(tensor.shape)):
                 yield name, tensor
 
-    def _fits(self, name: str, tensor: Tensor, slot: Slot) -> bool:
-        fault = _find_fault(tensor, slot.shape)
+    def _fits(self, name: str, tensor: Tensor, slot: Slot, *, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor is of a shape and holds 16- or 32-bit numbers; notes it if not."""
+        fault = _find_fault(tensor, shape)
         if fault is None and slot.scheme is None:  # quantizing finds what is not finite itself
             fault = _find_nonfinite(tensor)
         if fault:

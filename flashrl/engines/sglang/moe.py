@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashrl.core.schemes import QuantScheme
-from flashrl.engines.sglang import compat
+from flashrl.engines.sglang import compat, cuda
 from flashrl.engines.sglang.linear import refuse_split_scale, register_scale
 from flashrl.engines.sglang.products import choose_product
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
@@ -105,14 +105,14 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.moe_runner_config = moe_runner_config
         self.runner = None
         if self.gate_up.weight.is_cuda:
-            self.runner = compat.triton_moe_runner(moe_runner_config)
+            self.runner = cuda.moe_runner(moe_runner_config)
 
     def get_triton_quant_info(self, layer: Any) -> Any:
         """How SGLang's fused kernel reads the experts."""
-        return compat.triton_moe_quant_info(
+        return cuda.moe_quant_info(
             self.scheme,
-            layer.w13_weight.data.as_subclass(Tensor),
-            layer.w2_weight.data.as_subclass(Tensor),
+            self.gate_up.weight.view(layer.w13_weight.shape),
+            self.down.weight.view(layer.w2_weight.shape),
             layer.w13_weight_scale,
             layer.w2_weight_scale,
         )

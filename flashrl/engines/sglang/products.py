@@ -14,7 +14,7 @@ from torch import Tensor
 from flashrl.core.activations import quantize_activations
 from flashrl.core.quantize import dequantize
 from flashrl.core.schemes import QuantScheme
-from flashrl.engines.sglang import compat
+from flashrl.engines.sglang import cuda
 from flashrl.errors import UnsupportedError
 
 __all__ = ["Product", "choose_product"]
@@ -46,7 +46,7 @@ def choose_product(scheme: QuantScheme, device: torch.device) -> Product:
         UnsupportedError: There is none for that device.
     """
     if device.type == "cuda":
-        return Product(*compat.cuda_product(scheme))
+        return Product(*cuda.product(scheme))
     if device.type != "cpu":
         raise UnsupportedError(
             f"flashrl runs SGLang on CUDA and CPU, not on {device.type}; use a 16-bit engine there"

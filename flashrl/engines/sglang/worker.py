@@ -63,10 +63,11 @@ def _attach(model: Any, request: dict[str, Any]) -> Answer:
         gate.open()
     else:
         held = {slot.scheme for slot in gate.slots.values()} - {None}
-        if held != {scheme}:
+        if held != ({scheme} if scheme.quantized else set()):
+            names = ", ".join(sorted(s.name for s in held if s)) or "bf16"
             raise EngineStateError(
-                f"the engine is 8-bit already, with {', '.join(s.name for s in held if s)}; "
-                f"attach with that scheme, or start it without"
+                f"the engine is attached to already, with {names}; attach with that scheme, "
+                "detach the other session, or start the engine without a scheme"
             )
     return {}, {}
 

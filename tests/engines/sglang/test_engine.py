@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -374,8 +376,25 @@ def test_every_address_stays(session: Session, engine: Any, wide_checkpoints: Ch
 
 
 def test_attaching_with_another_scheme_is_refused(session: Session, engine: Any) -> None:
-    with pytest.raises(EngineStateError, match="8-bit already, with int8"):
+    with pytest.raises(EngineStateError, match="already, with int8"):
         flashrl.attach(engine, "fp8_channel")
+
+
+def test_a_dead_engine_is_said_to_be_dead(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own calls would wait for an answer for ever."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    session = flashrl.attach(engine, "int8")
+    monkeypatch.setattr(engine, "get_all_child_pids", lambda: [ended.pid])
+    for call in (
+        lambda: flashrl.attach(engine, "int8"),
+        lambda: session.update_weights([]),
+        lambda: session.engine.generate(PROMPTS, SamplingParams()),
+        lambda: session.describe(),
+    ):
+        with pytest.raises(EngineStateError, match="shut down"):
+            call()
+    session.detach()
 
 
 @pytest.mark.parametrize(
