@@ -90,7 +90,7 @@ def peak_bytes(device: torch.device, call: Callable[[], Any]) -> int | None:
     clear.write_text("5")  # resets the high-water mark
     before = resident("VmRSS")
     call()
-    return resident("VmHWM") - before
+    return max(0, resident("VmHWM") - before)  # less is memory that was freed and not given back
 
 
 def seconds(device: torch.device, call: Callable[[], Any]) -> float:
