@@ -18,12 +18,41 @@ from flashrl.errors import FlashRLError
 __all__ = ["collecting_faults", "load_shard", "load_weights"]
 
 
+_MOST_FLAGS = 1 << 16
+
+
 @attrs.define
 class _Faults:
-    """Why tensors were refused, by the name they came under."""
+    """Why tensors were refused, by the name they came under.
+
+    On a GPU whether a tensor is finite is only known when the update ends: asking sooner would
+    wait for the device, tensor by tensor.  Until then each loaded shard has a flag there.
+    """
 
     current: str = ""
     by_name: dict[str, str] = attrs.field(factory=dict)
+    _flags: Tensor | None = None
+    _flagged: list[str] = attrs.field(factory=list)
+
+    def flag(self, device: torch.device) -> Tensor | None:
+        """A flag for the current tensor, int32 (1,); None where an error may be raised at once."""
+        if device.type != "cuda" or len(self._flagged) == _MOST_FLAGS:
+            return None
+        if self._flags is None:
+            self._flags = torch.zeros(_MOST_FLAGS, dtype=torch.int32, device=device)
+        self._flagged.append(self.current)
+        return self._flags[len(self._flagged) - 1 : len(self._flagged)]
+
+    def read_flags(self) -> None:
+        """Wait for the device, and note the tensors that were not finite."""
+        if self._flags is None:
+            return
+        raised = self._flags[: len(self._flagged)].tolist()
+        for name, value in zip(self._flagged, raised, strict=True):
+            if value:
+                self.by_name.setdefault(
+                    name, f"{name} holds NaN or infinity; what it was written to is lost"
+                )
 
 
 _collecting: list[_Faults] = []
@@ -36,6 +65,7 @@ def collecting_faults() -> Iterator[_Faults]:
     _collecting.append(faults)
     try:
         yield faults
+        faults.read_flags()
     finally:
         _collecting.pop()
 
@@ -84,7 +114,8 @@ def load_shard(
         return
     try:
         with _disable_current_modes() if counted else nullcontext():
-            storage.load(part, row=row, scale=scale)
+            flag = _collecting[-1].flag(storage.weight.device) if _collecting else None
+            storage.load(part, row=row, scale=scale, flag=flag)
     except FlashRLError as error:
         note_fault(error)
 
@@ -101,7 +132,8 @@ def load_weights(
         quantized: Names that a quantizing loader checks itself.
 
     Returns:
-        Why each refused tensor was refused; those are as they were.
+        Why each refused tensor was refused.  Those are as they were, but for one that holds NaN or
+        infinity on a GPU: the kernel that finds that out writes as it reads.
     """
     stream = iter(named_tensors)
     with torch.no_grad(), collecting_faults() as faults:
@@ -109,7 +141,7 @@ def load_weights(
         def checked() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in stream:
                 faults.current = name
-                if name not in quantized and not torch.isfinite(tensor).all():
+                if name not in quantized and not _is_finite(tensor, faults.flag(tensor.device)):
                     faults.by_name[name] = f"{name} holds NaN or infinity; nothing was written"
                 else:
                     yield name, tensor
@@ -123,3 +155,14 @@ def load_weights(
             for name, _ in stream:
                 faults.by_name[name] = "not loaded, because vLLM refused a tensor before it"
     return faults.by_name
+
+
+def _is_finite(tensor: Tensor, flag: Tensor | None) -> bool:
+    """Whether a tensor is finite, or true with a flag that says so later."""
+    if tensor.numel() == 0:
+        return True
+    finite = torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
+    if flag is None:
+        return bool(finite)
+    flag.copy_(~finite)
+    return True

@@ -65,16 +65,25 @@ class QuantizedStorage:
             ),
         )
 
-    def load(self, source: Tensor, *, row: int = 0, scale: Tensor | None = None) -> None:
+    def load(
+        self,
+        source: Tensor,
+        *,
+        row: int = 0,
+        scale: Tensor | None = None,
+        flag: Tensor | None = None,
+    ) -> None:
         """Quantize a 16-bit shard into place.
 
         Args:
             source: fp32, bf16 or fp16, [rows, in], on any device.
             row: Where it starts.
             scale: One scale for all of it, (1,); computed from ``source`` without it.
+            flag: As :func:`quantize_into` takes it.
 
         Raises:
-            NonFiniteError: The shard holds NaN or infinity; nothing was written.
+            NonFiniteError: The shard holds NaN or infinity, and there is no ``flag``; nothing was
+                written.
             ShapeError: It does not fit; nothing was written.
         """
         label = f"{self.name}.weight rows {row} to {row + source.shape[0] - 1}"
@@ -85,7 +94,7 @@ class QuantizedStorage:
             compute_scale(source, scheme, name=label)  # refuses what is not finite
             home.copy_(scale)
             scheme = scheme.evolve(dynamic=False)
-        quantize_into(source, self.weight[rows], home, scheme=scheme, name=label)
+        quantize_into(source, self.weight[rows], home, scheme=scheme, flag=flag, name=label)
         self._rows_loaded[row] = source.shape[0]
 
     def scale_of(self, rows: slice) -> Tensor:
