@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import Tensor
 from flashrl.core.interfaces import Capabilities, NamedTensors, WeightInfo
 from flashrl.core.rollouts import Rollout, SamplingParams
 from flashrl.core.schemes import PRESETS, QuantScheme
+from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.log_probs import EXACT, extract_rollout, native_sampling_params
 from flashrl.engines.vllm.transport import Workers
 from flashrl.errors import EngineStateError, SchemeError, UnsupportedError, WeightUpdateError
 
 __all__ = ["AttachedVLLM"]
+
+logger = logging.getLogger(__name__)
 
 CAPABILITIES = Capabilities(
     schemes=tuple(PRESETS),
@@ -51,6 +55,11 @@ class AttachedVLLM:
         self._log_probs_mode = self._workers.call("attach", attrs.asdict(scheme))[0]
         self._launched = launched is not None
         self._infos: dict[str, WeightInfo] | None = None
+        if compat.unseeded_draws_are_biased():
+            logger.warning(
+                "this vLLM draws requests without a seed from another distribution than it reports "
+                "(vllm#59786); session.generate gives each one a seed, other calls should too"
+            )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -95,6 +104,8 @@ class AttachedVLLM:
         """Sample one response for each prompt; see :class:`RolloutEngine`."""
         self._check_idle("generate")
         self._check_exact()
+        if params.seed is None and compat.unseeded_draws_are_biased():
+            params = attrs.evolve(params, seed=int(torch.randint(1 << 31, ())))
         native = [native_sampling_params(params, index=i) for i in range(len(prompt_ids))]
         outputs = self._workers.generate(prompt_ids, native)
         return extract_rollout(outputs, params=params, version=version)

@@ -34,6 +34,7 @@ __all__ = [
     "restore_sampler",
     "settle_reload",
     "tensor_parallel_group",
+    "unseeded_draws_are_biased",
     "use_processed_log_probs",
 ]
 
@@ -308,13 +309,24 @@ def use_processed_log_probs(worker: Any) -> Any:
     from vllm.v1.sample.sampler import Sampler
 
     config, runner = worker.vllm_config.model_config, worker.model_runner
-    sampler = getattr(runner, "sampler", None)
-    known: Any = Sampler
-    if config.logprobs_mode == "processed_logprobs" or type(sampler) is not known:
+    sampler: Any = getattr(runner, "sampler", None)
+    if config.logprobs_mode == "processed_logprobs" or type(sampler) is not Sampler:
         return None
     config.logprobs_mode = "processed_logprobs"
-    runner.sampler = known(logprobs_mode="processed_logprobs")
+    runner.sampler = Sampler(logprobs_mode="processed_logprobs")
     return sampler
+
+
+def unseeded_draws_are_biased() -> bool:
+    """Whether draws without a seed of their own come from another distribution than reported.
+
+    On a CPU before 0.32, vLLM drew them with compiled noise whose windows overlap (vllm#59786).
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    used = TopKTopPSampler.forward_cpu.__code__.co_names
+    return bool(current_platform.is_cpu()) and "compiled_random_sample" in used
 
 
 def restore_sampler(worker: Any, sampler: Any) -> None:
