@@ -20,7 +20,11 @@ from flashrl.errors import ConfigError
 __all__ = ["command"]
 
 _OLD_DISTRIBUTION = "flash-llm-rl"
-_PLUGIN_LISTS = {"VLLM_PLUGINS": "vLLM", "SGLANG_PLUGINS": "SGLang"}
+_PLUGINS = {
+    # engine: (variable that lists the plug-ins to load, prefix of their entry-point groups)
+    "vLLM": ("VLLM_PLUGINS", "vllm."),
+    "SGLang": ("SGLANG_PLUGINS", "sglang."),
+}
 
 
 @click.command("cleanup")
@@ -84,12 +88,12 @@ def _find_old_install() -> str | None:
 def _how_to_turn_off() -> list[dict[str, str]]:
     """What to do, most common first, and what it does."""
     steps = [{"do": "unset FLASHRL_CONFIG", "effect": "engines start as if FlashRL were not there"}]
-    for variable, engine in _PLUGIN_LISTS.items():
-        others = [n for n in os.environ.get(variable, "").split(",") if n not in ("", "flashrl")]
-        effect = f"{engine} does not load our plug-in" + (
-            "" if others else ", nor any other that is not named"
+    for engine, (variable, prefix) in _PLUGINS.items():
+        # An empty list means all plug-ins to SGLang, so there is always a name in it.
+        names = ",".join(_find_other_plugins(variable, prefix)) or "none"
+        steps.append(
+            {"do": f"export {variable}={names}", "effect": f"{engine} does not load our plug-in"}
         )
-        steps.append({"do": f"export {variable}={','.join(others)}", "effect": effect})
     steps.append({"do": "pip uninstall flashrl", "effect": "nothing of it is left"})
     if _find_old_install():
         steps.append(
@@ -99,6 +103,15 @@ def _how_to_turn_off() -> list[dict[str, str]]:
             }
         )
     return steps
+
+
+def _find_other_plugins(variable: str, prefix: str) -> list[str]:
+    """The plug-ins that an engine loads beside ours."""
+    listed = [name.strip() for name in os.environ.get(variable, "").split(",")]
+    if not any(listed):
+        groups = [group for group in metadata.entry_points().groups if group.startswith(prefix)]
+        listed = [e.name for group in groups for e in metadata.entry_points(group=group)]
+    return sorted({*listed} - {"", "flashrl"})
 
 
 def _render(data: dict[str, Any], leftovers: list[Leftover]) -> Group:
