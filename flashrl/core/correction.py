@@ -296,7 +296,7 @@ def compute(
 def _weigh(
     block: RowBlock, config: CorrectionConfig, advantages: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of a block, and how many ratios a bound changed.
+    """The weights of a block, and how many ratios of each row a bound changed.
 
     - Token TIS: w = min(ρ, C) (Yao et al. 2025, "Your efficient RL framework secretly brings you
       off-policy RL training").
@@ -308,18 +308,18 @@ def _weigh(
     if config.level == "token":
         ratio = bounded_exp(block.log_ratio)
     elif config.level == "sequence":
-        ratio = bounded_exp(block.sequence_log_ratio)
+        ratio = bounded_exp(block.sequence_log_ratio).unsqueeze(-1)
     elif config.level == "geometric":
-        ratio = bounded_exp(block.mean_log_ratio)
+        ratio = bounded_exp(block.mean_log_ratio).unsqueeze(-1)
     else:
-        ratio = torch.ones_like(block.lengths)
+        ratio = torch.ones_like(block.mask)
 
-    num_truncated = torch.zeros_like(block.num_invalid)
+    num_truncated = torch.zeros_like(block.num_tokens)
     if config.level == "none" or config.bound == "none":
         weights = ratio
     elif config.bound == "truncate":
         weights = ratio.clamp(config.low, config.high)
-        num_truncated = ((weights != ratio) * block.mask).sum()
+        num_truncated = ((weights - ratio).sign_().abs_() * block.mask).sum(dim=-1)
     else:
         weights = ratio * ((ratio >= config.low) & (ratio <= config.high))
 

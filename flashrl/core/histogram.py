@@ -35,10 +35,11 @@ def count_bins(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         >>> counts.sum(), counts[NUM_BINS // 2]
         (tensor(2), tensor(1))
     """
-    bits = values.abs().to(torch.float32).view(torch.int32) >> _DROPPED_BITS
-    side = bits.sub_(_FIRST - 1).clamp_(0, _NUM_A_SIDE)
-    # One more bin, the first, for what does not count.
-    bins = (side * values.sign()).add_(_NUM_A_SIDE + 1).mul_(mask).to(torch.int32)
+    bits = values.to(torch.float32).view(torch.int32) >> _DROPPED_BITS
+    side = (bits & 0xFFFF).sub_(_FIRST - 1).clamp_(0, _NUM_A_SIDE)  # 0 in the middle
+    sign = bits >> 31  # -1 below zero, else 0; (x ^ -1) + 1 is -x
+    bins = (side ^ sign).sub_(sign).add_(_NUM_A_SIDE + 1)
+    bins.mul_(mask.to(torch.int32))  # one more bin, the first, for what does not count
     if bins.is_cuda:  # bincount would wait for the device
         counts = torch.histc(bins, NUM_BINS + 1, 0, NUM_BINS)
     else:

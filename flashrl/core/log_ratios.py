@@ -48,8 +48,8 @@ class RowBlock:
         log_ratio: ℓ = log π - log μ, not clamped, the same shape.
         mask: 1 where the token counts, else 0, in the dtype of ``log_ratio``: multiplying by it is
             several times faster than ``torch.where`` on a CPU.
-        lengths: Tokens that count in each row, (rows, 1), at least 1, in the same dtype.
-        num_invalid: How many response tokens held an unusable value, a scalar tensor.
+        num_tokens: Tokens that count in each row, (rows,), in the same dtype.
+        num_invalid: Response tokens of each row that held an unusable value, (rows,).
     """
 
     rows: slice
@@ -57,18 +57,18 @@ class RowBlock:
     behavior: torch.Tensor
     log_ratio: torch.Tensor
     mask: torch.Tensor
-    lengths: torch.Tensor
+    num_tokens: torch.Tensor
     num_invalid: torch.Tensor
 
     @property
     def sequence_log_ratio(self) -> torch.Tensor:
-        """Σ m ℓ of each row, (rows, 1)."""
-        return self.log_ratio.sum(dim=-1, keepdim=True)
+        """Σ m ℓ of each row, (rows,)."""
+        return self.log_ratio.sum(dim=-1)
 
     @property
     def mean_log_ratio(self) -> torch.Tensor:
-        """Σ m ℓ / Σ m of each row, (rows, 1)."""
-        return self.sequence_log_ratio / self.lengths
+        """Σ m ℓ / Σ m of each row, (rows,)."""
+        return self.sequence_log_ratio / self.num_tokens.clamp(min=1)
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -148,8 +148,8 @@ def iter_blocks(
     """
     dtype = torch.promote_types(torch.promote_types(policy.dtype, behavior.dtype), torch.float32)
     num_rows, num_columns = response_mask.shape
-    num_tokens = _BLOCK_TOKENS.get(response_mask.device.type, _BLOCK_TOKENS_ELSEWHERE)
-    step = max(1, num_tokens // max(1, num_columns))
+    block_tokens = _BLOCK_TOKENS.get(response_mask.device.type, _BLOCK_TOKENS_ELSEWHERE)
+    step = max(1, block_tokens // max(1, num_columns))
     for start in range(0, num_rows if num_columns else 0, step):
         rows = slice(start, start + step)
         pi = policy[rows].detach().to(dtype)
@@ -165,15 +165,15 @@ def iter_blocks(
         mask = valid.to(dtype)
         pi = pi.nan_to_num(0.0, 0.0, 0.0).mul_(mask)
         mu = mu.nan_to_num(0.0, 0.0, 0.0).mul_(mask)
-        lengths = mask.sum(dim=-1, keepdim=True)
+        num_tokens = mask.sum(dim=-1)
         yield RowBlock(
             rows=rows,
             policy=pi,
             behavior=mu,
             log_ratio=pi - mu,
             mask=mask,
-            lengths=lengths.clamp(min=1),
-            num_invalid=in_response.sum() - lengths.sum(dtype=torch.float64),
+            num_tokens=num_tokens,
+            num_invalid=in_response.sum(dim=-1) - num_tokens,
         )
 
 

@@ -135,18 +135,16 @@ def aggregate(
         ...           weights=torch.tensor([[1.0, 0.0]]))
         tensor(0.5000)
     """
-    check_tensors(response_mask, losses=losses)
-    counted = kept = response_mask != 0
-    if weights is not None:
-        check_tensors(response_mask, weights=weights)
-        kept = kept & (weights != 0)
-    losses = torch.where(kept, losses, 0.0)
-    if weights is not None:
-        losses = losses * torch.where(kept, weights.detach(), 0.0).to(losses.dtype)
-    if denominator == "kept":
-        counted = kept
-    elif denominator != "fixed":
+    if denominator not in ("fixed", "kept"):
         raise UnknownNameError(f"unknown denominator {denominator!r}; known: fixed, kept")
+    if weights is None:
+        weights = torch.ones_like(losses)
+    check_tensors(response_mask, losses=losses, weights=weights)
+    in_response = response_mask != 0
+    kept = in_response & (weights != 0)
+    counted = kept if denominator == "kept" else in_response
+    weights = torch.where(kept, weights.detach(), 0.0).to(losses.dtype)
+    losses = torch.where(kept, losses, 0.0) * weights
 
     num_tokens = counted.sum(dim=-1)
     if aggregation == "token_mean":

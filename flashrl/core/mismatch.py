@@ -268,7 +268,11 @@ def measure(
     check_tensors(response_mask, **named, **({} if weights is None else {"weights": weights}))
     state = MismatchState.empty(response_mask.device)
     for block in iter_blocks(old_log_probs, rollout_log_probs, response_mask, log_mass):
-        state += measure_block(block, None if weights is None else weights[block.rows])
+        if weights is None:
+            state += measure_block(block)
+        else:
+            used = weights[block.rows].detach().to(block.mask.dtype)
+            state += measure_block(block, used.nan_to_num(0.0) * block.mask)
     if on_invalid == "raise" and state.sum_of("num_invalid") > 0:
         raise_invalid(response_mask, **named)
     return state
@@ -283,66 +287,88 @@ def measure_block(
 
     Args:
         block: The rows.
-        weights: Their importance weights, (rows, response_length); 0 is a dropped token.
-        num_truncated: How many ratios a bound changed, a scalar tensor.
+        weights: Their importance weights, 0 wherever a token does not count or was dropped,
+            (rows, response_length).
+        num_truncated: Ratios of each row that a bound changed, (rows,); None for none.
 
     Returns:
         The state of these rows.
     """
+    sums, maxima, counts = _measure_ratios(block)
+    log_weight_counts = torch.zeros_like(counts)
+    if weights is not None:
+        weight_sums, weight_maxima, log_weight_counts = _measure_weights(block, weights)
+        sums |= weight_sums
+        maxima |= weight_maxima
+        if num_truncated is not None:
+            sums["num_truncated"] = num_truncated
+    nothing = torch.zeros_like(block.num_tokens)
+    return MismatchState(
+        # A row is summed in its own precision, the rows in float64: digits do not get lost.
+        sums=torch.stack([sums.get(name, nothing) for name in _SUMS]).sum(
+            dim=-1, dtype=torch.float64
+        ),
+        maxima=torch.stack([maxima.get(name, nothing - _NEVER) for name in _MAXIMA])
+        .amax(dim=-1)
+        .to(torch.float64),
+        counts=torch.stack([counts, log_weight_counts]),
+    )
+
+
+_Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]
+"""Sums and maxima of each row, (rows,), and the histogram of all rows."""
+
+
+def _measure_ratios(block: RowBlock) -> _Measured:
     log_ratio, mask = block.log_ratio, block.mask
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     excess = clamped.expm1()
     prob_diff = (block.policy.exp() - block.behavior.exp()).abs_()
-    sequence = block.sequence_log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    geometric = block.mean_log_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sequence = block.sequence_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    geometric = block.mean_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    num_nonzero = block.behavior.sign().abs_().sum(dim=-1)
     penalty = (1 - mask).mul_(_NEVER)  # keeps masked positions out of a maximum
-    has_tokens = mask.any(dim=-1)
-    num_tokens = mask.sum()
     sums = {
-        "num_tokens": num_tokens,
-        "num_sequences": has_tokens.sum(),
+        "num_tokens": block.num_tokens,
+        "num_sequences": block.num_tokens.clamp(max=1),
         "num_invalid": block.num_invalid,
-        "num_zero": (block.behavior == 0).sum() - (mask.numel() - num_tokens),
-        "log_ratio": log_ratio.sum(),
-        "log_ratio_squared": log_ratio.square().sum(),
+        "num_zero": block.num_tokens - num_nonzero,
+        "log_ratio": block.sequence_log_ratio,
+        "log_ratio_squared": log_ratio.square().sum(dim=-1),
         **_moments("", excess, mask),
-        "excess_log_ratio": (excess * log_ratio).sum(),
-        "js": _jensen_shannon(clamped, excess).sum(),
-        "tmpe_excess": clamped.abs().expm1_().sum(),
-        "prob_diff": prob_diff.sum(),
-        "sequence_excess": sequence.expm1().sum(),
-        "sequence_squared_excess": (2 * sequence).expm1_().sum(),
-        "geometric_excess": geometric.expm1_().sum(),
+        "excess_log_ratio": (excess * log_ratio).sum(dim=-1),
+        "js": _jensen_shannon(clamped, excess).sum(dim=-1),
+        "tmpe_excess": clamped.abs().expm1_().sum(dim=-1),
+        "prob_diff": prob_diff.sum(dim=-1),
+        "sequence_excess": sequence.expm1(),
+        "sequence_squared_excess": (2 * sequence).expm1_(),
+        "geometric_excess": geometric.expm1_(),
     }
     maxima = {
-        "log_ratio": (log_ratio - penalty).max(),
-        "minus_log_ratio": -(log_ratio + penalty).min(),
-        "prob_diff": prob_diff.max(),
+        "log_ratio": (log_ratio - penalty).amax(dim=-1),
+        "minus_log_ratio": -(log_ratio + penalty).amin(dim=-1),
+        "prob_diff": prob_diff.amax(dim=-1),
     }
-    counts = [count_bins(clamped, mask)]
-    if weights is None:
-        counts.append(torch.zeros_like(counts[0]))
-    else:
-        weights = weights.detach().to(log_ratio.dtype).nan_to_num(0.0).mul(mask)
-        used = weights != 0
-        sums |= {
-            "is_weighted": torch.ones_like(num_tokens),
-            **_moments("weight_", weights - mask, mask),
-            "sequence_weight": (weights.sum(dim=-1, keepdim=True) / block.lengths).sum(),
-            "num_truncated": torch.zeros_like(num_tokens)
-            if num_truncated is None
-            else num_truncated,
-            "num_dropped": num_tokens - used.sum(),
-            "num_dropped_sequences": (has_tokens & ~used.any(dim=-1)).sum(),
-        }
-        maxima |= {
-            "weight": (weights - penalty).max(),
-            "minus_weight": -(weights + penalty).min(),
-        }
-        counts.append(count_bins(weights.clamp(min=math.exp(-MAX_LOG_RATIO)).log_(), mask))
-    return MismatchState(
-        sums=_stack(sums, _SUMS), maxima=_stack(maxima, _MAXIMA), counts=torch.stack(counts)
-    )
+    return sums, maxima, count_bins(clamped, mask)
+
+
+def _measure_weights(block: RowBlock, weights: torch.Tensor) -> _Measured:
+    mask, num_tokens = block.mask, block.num_tokens
+    num_kept = weights.sign().sum(dim=-1)
+    penalty = (1 - mask).mul_(_NEVER)
+    sums = {
+        "is_weighted": torch.ones_like(num_tokens),
+        **_moments("weight_", weights - mask, mask),
+        "sequence_weight": weights.sum(dim=-1) / num_tokens.clamp(min=1),
+        "num_dropped": num_tokens - num_kept,
+        "num_dropped_sequences": num_tokens.clamp(max=1) - num_kept.clamp(max=1),
+    }
+    maxima = {
+        "weight": (weights - penalty).amax(dim=-1),
+        "minus_weight": -(weights + penalty).amin(dim=-1),
+    }
+    log_weights = weights.clamp(min=math.exp(-MAX_LOG_RATIO)).log_()
+    return sums, maxima, count_bins(log_weights, mask)
 
 
 def _jensen_shannon(log_ratio: torch.Tensor, excess: torch.Tensor) -> torch.Tensor:
@@ -352,23 +378,16 @@ def _jensen_shannon(log_ratio: torch.Tensor, excess: torch.Tensor) -> torch.Tens
 
 
 def _moments(prefix: str, excess: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums of w - 1, its square and w², in float64, and how many w lie outside [0.9, 1.1].
+    """Sums of w - 1, its square and w², and how many w lie outside [0.9, 1.1].
 
     Near w = 1 the spread is lost in sums of w, near w = 0 the scale in sums of w - 1.
     """
     return {
-        f"{prefix}excess": excess.sum(dtype=torch.float64),
-        f"{prefix}excess_squared": excess.square().sum(dtype=torch.float64),
-        f"{prefix}squared": (excess + mask).square_().sum(dtype=torch.float64),
-        f"{prefix}outside": (excess.abs() > _OUTSIDE).sum(),
+        f"{prefix}excess": excess.sum(dim=-1),
+        f"{prefix}excess_squared": excess.square().sum(dim=-1),
+        f"{prefix}squared": (excess + mask).square_().sum(dim=-1),
+        f"{prefix}outside": (excess.abs() > _OUTSIDE).sum(dim=-1),
     }
-
-
-def _stack(values: dict[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
-    """The named scalars as one float64 vector in the order of ``names``; absent ones are 0."""
-    device = next(iter(values.values())).device
-    absent = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([values.get(name, absent).to(torch.float64) for name in names])
 
 
 def _at_least_one(*counts: float) -> tuple[float, ...]:

@@ -86,7 +86,7 @@ class Filter:
         if self.over == "max":
             return values.masked_fill(block.mask == 0, -math.inf).amax(dim=-1, keepdim=True)
         total = values.sum(dim=-1, keepdim=True)
-        return total if self.over == "sum" else total / block.lengths
+        return total if self.over == "sum" else total / block.num_tokens.clamp(min=1).unsqueeze(-1)
 
 
 def without_vetoed(block: RowBlock, *, floor: float) -> torch.Tensor:
@@ -117,4 +117,4 @@ def within_off_policy_limit(
     The off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556): a failure that the trainer
     would hardly have produced teaches it nothing.
     """
-    return (advantages >= 0) | (-block.mean_log_ratio <= delta)
+    return (advantages >= 0) | (-block.mean_log_ratio.unsqueeze(-1) <= delta)
