@@ -4,6 +4,9 @@ SGLang reports the log-softmax of the logits over the temperature, penalties and
 before top-k, top-p and min-p.  That is μ where none of these is on.  Where one is, newer versions
 report the log-probability within the surviving support too (``return_sampling_mask``); older ones
 do not, and the request is refused.
+
+With its overlapped schedule, the default, SGLang applies a penalty one token late and counts the
+last token of the prompt in its place.  What it reports is still the distribution that it sampled.
 """
 
 from __future__ import annotations

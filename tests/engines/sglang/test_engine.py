@@ -482,7 +482,11 @@ def test_log_probs_agree_with_hugging_face(
 def test_penalties_and_bias_are_part_of_the_distribution(
     calm_session: Session, hugging_face: Any
 ) -> None:
-    """The original's patched sampler ignored them."""
+    """The original's patched sampler ignored them.
+
+    With its overlapped schedule SGLang counts a token one step late, and the prompt's last token
+    in its place; what it reports is the distribution that it really sampled.
+    """
     params = SamplingParams(
         max_tokens=24,
         temperature=0.9,
@@ -490,17 +494,24 @@ def test_penalties_and_bias_are_part_of_the_distribution(
         frequency_penalty=0.4,
         logit_bias={7: 3.0, 300: -2.0},
     )
+
+    def penalized(row: Tensor, seen: list[int], token: int) -> float:
+        row = row.clone()
+        row[7] += 3.0
+        row[300] -= 2.0
+        for known in set(seen):
+            row[known] -= 0.7 + 0.4 * seen.count(known)
+        return (row / 0.9).log_softmax(-1)[token].item()
+
     rollout = calm_session.generate(PROMPTS, params)
     for prompt, (response, log_probs) in zip(PROMPTS, responses_of(rollout), strict=True):
         logits = logits_of(hugging_face[0], prompt, response)
         for position, token in enumerate(response):
-            row = logits[position].clone()
-            row[7] += 3.0
-            row[300] -= 2.0
-            for seen in set(response[:position]):
-                row[seen] -= 0.7 + 0.4 * response[:position].count(seen)
-            expected = (row / 0.9).log_softmax(-1)[token]
-            assert log_probs[position] == pytest.approx(expected.item(), abs=0.02)
+            late = [*prompt[-1:], *response[: position - 1]] if position else []
+            expected = [
+                penalized(logits[position], seen, token) for seen in (response[:position], late)
+            ]
+            assert min(abs(log_probs[position].item() - e) for e in expected) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -517,21 +528,18 @@ def test_truncated_log_probs_are_renormalised(
         return
     rollout = calm_session.generate(PROMPTS, params)
     assert rollout.log_mass is not None
+    assert (rollout.log_mass < 0).float().mean() > 0.9
     for row, (prompt, (response, log_probs)) in enumerate(
         zip(PROMPTS, responses_of(rollout), strict=True)
     ):
-        for position, probs in enumerate(
-            (logits_of(hugging_face[0], prompt, response) / 1.3).softmax(-1)
-        ):
-            ordered, ids = probs.sort(descending=True)
-            kept = torch.arange(len(ordered)) < cut.get("top_k", len(ordered))
-            kept &= ordered.cumsum(0) - ordered <= cut.get("top_p", 1.0)
-            kept &= ordered >= cut.get("min_p", 0.0) * ordered[0]
-            mass = ordered[kept].sum()
-            # bf16 moves the edge of the support by a token now and then; then S moves too.
-            if abs(rollout.log_mass[row, position] - mass.log()) < 0.02:
-                expected = (probs[response[position]] / mass).log()
-                assert log_probs[position] == pytest.approx(expected.item(), abs=0.03)
-                assert response[position] in ids[kept].tolist()
-    checked = (rollout.log_mass < 0).float().mean()
-    assert checked > 0.2
+        probs = (logits_of(hugging_face[0], prompt, response) / 1.3).softmax(-1)
+        ordered = probs.sort(descending=True).values
+        kept = torch.arange(ordered.shape[1]) < cut.get("top_k", ordered.shape[1])
+        kept = kept & (ordered.cumsum(1) - ordered <= cut.get("top_p", 1.0))
+        kept &= ordered >= cut.get("min_p", 0.0) * ordered[:, :1]
+        log_mass = (ordered * kept).sum(1).log()
+        sampled = probs[torch.arange(len(response)), response].log()
+        torch.testing.assert_close(log_probs, sampled - log_mass, atol=0.05, rtol=0)
+        torch.testing.assert_close(
+            rollout.log_mass[row, : len(response)], log_mass, atol=0.05, rtol=0
+        )
