@@ -7,7 +7,10 @@ still there.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +24,7 @@ __all__ = [
     "add_worker_method",
     "after_conversion",
     "check_convertible",
+    "cpu_select_experts",
     "cuda_experts",
     "cuda_product",
     "data_parallel_rank",
@@ -167,6 +171,27 @@ def forget_reload(model: nn.Module) -> None:
 def is_experts(layer: Any) -> bool:
     """Whether a layer holds the experts of a mixture."""
     return any(kind.__name__ in ("RoutedExperts", "FusedMoE") for kind in type(layer).__mro__)
+
+
+def cpu_select_experts() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """How a CPU routes tokens, where vLLM leaves that to the experts (before 0.32).
+
+    Returns:
+        vLLM's function; None where its router does the routing, or on CUDA.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    experts = "vllm.model_executor.layers.fused_moe"
+    if importlib.util.find_spec(f"{experts}.router.cpu_router"):
+        return None
+    old = f"{experts}.cpu_fused_moe"
+    module = importlib.import_module(
+        old if importlib.util.find_spec(old) else f"{experts}.experts.cpu_moe"
+    )
+    select: Callable[..., tuple[Tensor, Tensor]] = module.select_experts
+    return select
 
 
 def cuda_experts(scheme: QuantScheme, layer: Any) -> Any:

@@ -47,6 +47,7 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             )
         self.scheme = scheme
         self.name = name
+        self._select_experts = compat.cpu_select_experts()
         # vLLM's reload keeps parameters as values of a dict whose weak keys are layers, so a
         # parameter that held its layer would keep both alive.
         self._layer = weakref.ref(layer)
@@ -143,6 +144,31 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Weighted sum of each token's experts, (tokens, hidden)."""
         result: Tensor = self._experts(x, topk_weights, topk_ids)
         return result
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether vLLM leaves the routing to :meth:`apply_monolithic`."""
+        return self._select_experts is not None
+
+    def apply_monolithic(
+        self, layer: Any, x: Tensor, router_logits: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        """Route tokens, then :meth:`apply`."""
+        assert self._select_experts is not None  # is_monolithic was asked
+        topk_weights, topk_ids = self._select_experts(
+            hidden_states=x,
+            router_logits=router_logits,
+            top_k=layer.top_k,
+            use_grouped_topk=layer.use_grouped_topk,
+            renormalize=layer.renormalize,
+            topk_group=layer.topk_group,
+            num_expert_group=layer.num_expert_group,
+            custom_routing_function=layer.custom_routing_function,
+            scoring_func=layer.scoring_func,
+            routed_scaling_factor=layer.routed_scaling_factor,
+            e_score_correction_bias=layer.e_score_correction_bias,
+        )
+        return self.apply(layer, x, topk_weights, topk_ids)
 
     def _choose_kernel(self, layer: Any) -> None:
         device = self.storages[0].weight.device
