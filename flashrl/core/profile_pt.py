@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,10 @@ def load_profile_pt(path: str | Path, *, scheme: str | None = None) -> Profile:
             profiles do where a norm's weight is zero.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # Of pickle protocols that torch.save does not write: it loads or is refused below.
+            warnings.simplefilter("ignore", UserWarning)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ProfileError(
             f"{path} is damaged, or holds more than tensors and plain containers, so that loading "

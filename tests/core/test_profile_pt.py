@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,14 @@ class TestLoad:
         payload = Payload(tmp_path / "ran")
         torch.save({Q: payload} if nested else payload, tmp_path / "profile.pt")
         with pytest.raises(ProfileError, match="could run code; it was not loaded"):
+            load_profile_pt(tmp_path / "profile.pt")
+        assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize("protocol", [2, 4])
+    def test_a_bare_pickle_is_refused_without_a_warning(self, tmp_path, protocol: int) -> None:
+        content = pickle.dumps(Payload(tmp_path / "ran"), protocol=protocol)
+        (tmp_path / "profile.pt").write_bytes(content)
+        with pytest.raises(ProfileError, match="it was not loaded"):
             load_profile_pt(tmp_path / "profile.pt")
         assert not (tmp_path / "ran").exists()
 
