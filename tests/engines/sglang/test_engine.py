@@ -6,6 +6,7 @@ import math
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,7 +39,9 @@ def generate(engine: Any, **params: Any) -> list[list[int]]:
 
 @contextmanager
 def sglang_session(engine: Any) -> Iterator[None]:
-    """What newer versions want around pushes."""
+    """What newer versions want around pushes, once the engine counts every request as finished."""
+    while not engine.flush_cache().success:
+        time.sleep(0.02)
     if not hasattr(engine, "begin_weight_update"):
         yield
         return
