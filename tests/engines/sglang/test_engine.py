@@ -518,7 +518,7 @@ def test_penalties_and_bias_are_part_of_the_distribution(
 
 
 @pytest.mark.parametrize(
-    "cut", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.6}, {"top_k": 8, "top_p": 0.8}]
+    "cut", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.4}, {"top_k": 8, "top_p": 0.8}]
 )
 def test_truncated_log_probs_are_renormalised(
     calm_session: Session, hugging_face: Any, cut: dict[str, Any]
