@@ -27,7 +27,6 @@ from flashrl.core import registry
 from flashrl.core.config import Entry
 from flashrl.core.correction import PRESETS as CORRECTIONS
 from flashrl.core.correction import CorrectionConfig
-from flashrl.core.environment import EnvironmentOptions
 from flashrl.core.gpus import GPUS
 from flashrl.core.interfaces import Capabilities
 from flashrl.core.rejection import Filter
@@ -187,13 +186,6 @@ def config_keys() -> Iterator[nodes.Node]:
     )
 
 
-def environment() -> Iterator[nodes.Node]:
-    """The environment variables beside FLASHRL_CONFIG."""
-    texts = describe_args(EnvironmentOptions).values()
-    split = (re.fullmatch(r"``(\w+)``[;,] (.+)", text) for text in texts)
-    yield table(("variable", "meaning"), ([Code(m[1]), m[2]] for m in split if m))
-
-
 def _fields(kind: type) -> nodes.table:
     texts = describe_args(kind)
     return table(
@@ -298,25 +290,46 @@ def benchmarks() -> Iterator[nodes.Node]:
     for file in files:
         result = json.loads(file.read_text(encoding="utf-8"))
         section = nodes.section(ids=[f"benchmark-{file.stem}"])
-        section += nodes.title("", str(result.pop("benchmark", file.stem)).replace("_", " "))
+        name = str(result.pop("benchmark", file.stem)).replace("_", " ")
+        section += nodes.title("", name.capitalize())
         command = str(result.pop("command", ""))
         if command:
             command = f"$ {command}"
             section += nodes.literal_block(command, command, language="console")
-        section += table(("figure", "value"), ([Code(k), v] for k, v in _flatten(result)))
+        section += _figures(result)
         yield section
 
 
-def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
-        yield path, f"{value:g}" if isinstance(value, float) else str(value)
-        return
-    for key, inner in items:
-        yield from _flatten(inner, f"{path}.{key}".lstrip("."))
+def _figures(result: Mapping[str, Any], path: str = "") -> Iterator[nodes.Node]:
+    """Plain figures as one table, groups of alike figures as one each."""
+    groups = {key: value for key, value in result.items() if isinstance(value, Mapping) and value}
+    plain = {key: _figure(value) for key, value in result.items() if key not in groups}
+    alike = {key: group for key, group in groups.items() if not _is_nested(group)}
+    if path and (plain or alike):
+        yield nodes.rubric("", path)
+    if plain:
+        yield table(("", "value"), ([Code(key), value] for key, value in plain.items()))
+    if alike:
+        columns = list(dict.fromkeys(column for group in alike.values() for column in group))
+        yield table(
+            ("", *columns),
+            (
+                [key, *(_figure(group[c]) if c in group else "" for c in columns)]
+                for key, group in alike.items()
+            ),
+        )
+    for key in (key for key in groups if key not in alike):
+        yield from _figures(groups[key], f"{path}: {key}".lstrip(": "))
+
+
+def _is_nested(group: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in group.values())
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "" if value in ({}, [], None) else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 MAKERS: Mapping[str, Callable[[], Iterator[nodes.Node]]] = {
@@ -327,7 +340,6 @@ MAKERS: Mapping[str, Callable[[], Iterator[nodes.Node]]] = {
         corrections,
         correction_fields,
         config_keys,
-        environment,
         gpus,
         capabilities,
         commands,
@@ -347,6 +359,7 @@ class MadeFromCode(SphinxDirective):
         name = self.arguments[0]
         if name not in MAKERS:
             raise self.error(f"nothing is made under {name!r}; known: {', '.join(MAKERS)}")
+        self.env.note_reread()  # the code may have changed where the page has not
         return list(MAKERS[name]())
 
 
