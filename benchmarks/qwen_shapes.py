@@ -86,7 +86,26 @@ def write_config(folder: Path, size: str, *, quantized: str | None = None) -> Pa
         config["quantization_config"] = compressed_tensors(quantized)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    _write_header(folder / "model.safetensors", size)
     return folder
+
+
+def _write_header(path: Path, size: str) -> None:
+    """Write a safetensors file with names and shapes whose data is a hole: it takes no disk."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in random_weights(size, device="meta"):
+        begin, end = end, end + 2 * tensor.numel()
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def random_weights(size: str, *, device: str, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,7 +113,7 @@ def random_weights(size: str, *, device: str, seed: int = 0) -> Iterator[tuple[s
     shape = SHAPES[size]
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = None if device == "meta" else torch.Generator(device=device).manual_seed(seed)
 
     def normal(*sizes: int, mean: float = 0.0) -> torch.Tensor:
         sample = torch.randn(sizes, device=device, dtype=torch.bfloat16, generator=generator)

@@ -76,30 +76,34 @@ def run(size: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # The engine looks names and shapes up in the folder when a session attaches.
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_engine(size, mode, args, Path(folder))
+
+
+def measure_engine(size: str, mode: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
     import vllm
     from qwen_shapes import random_weights, write_config
-    from vllm import LLM
 
     import flashrl
 
-    kinds = {"ct_int8": "int", "ct_fp8": "float"}
+    quantized = {"ct_int8": "int", "ct_fp8": "float"}.get(mode)
     scheme = mode.removeprefix("flashrl_") if mode.startswith("flashrl_") else None
     extra = dict(flashrl.launch_args("vllm", scheme)) if scheme else {}
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            model=str(write_config(Path(folder), size, quantized=kinds.get(mode))),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=args.prompt_length + args.response_length,
-            max_num_seqs=args.sequences,
-            gpu_memory_utilization=args.memory,
-            enable_prefix_caching=False,
-            seed=0,
-            **{"logprobs_mode": "processed_logprobs", **extra},
-        )
+    llm = vllm.LLM(
+        model=str(write_config(folder, size, quantized=quantized)),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=args.prompt_length + args.response_length,
+        max_num_seqs=args.sequences,
+        gpu_memory_utilization=args.memory,
+        enable_prefix_caching=False,
+        seed=0,
+        **{"logprobs_mode": "processed_logprobs", **extra},
+    )
     found: dict[str, Any] = {
         "size": size,
         "mode": mode,
@@ -116,7 +120,7 @@ def run(size: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     found["update_limit_ms"] = round(3 * num_weights / copy_rate() * 1e3, 2)
     if scheme:
         found |= time_flashrl_updates(llm, scheme, weights, args.repeat)
-    elif mode in kinds:
+    elif quantized:
         found |= time_layerwise_reload(llm, mode, weights, args.repeat)
     return found
 
@@ -126,7 +130,7 @@ def throughput(llm: Any, args: argparse.Namespace, log_probs: int | None) -> flo
     from vllm import SamplingParams
 
     draw = random.Random(0)  # noqa: S311
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     prompts = [
         {"prompt_token_ids": [draw.randrange(10, vocabulary) for _ in range(args.prompt_length)]}
         for _ in range(args.sequences)
