@@ -19,6 +19,9 @@ nox.options.sessions = ["lint", "types", "tests", "property", "minimums", "docs"
 
 PYTHON = "3.11"
 TORCH = os.environ.get("FLASHRL_TORCH", "torch==2.13.0")
+# Trainers whose own functions the differential tests call, and the little those import.
+PEERS = ("verl==0.9.1", "openrlhf==0.11.2", "flash-llm-rl==1.0.3")
+PEER_IMPORTS = ("ray", "tensordict", "omegaconf", "codetiming", "compressed-tensors", "loguru")
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -58,9 +61,12 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test the core, the embedded engine and the command line."""
     install(session, "test", "demo")
+    session.install("--no-deps", *PEERS)
+    session.install(*PEER_IMPORTS, TORCH)
     session.run(
         *("pytest", "tests", "--cov", "--cov-report=term", "--durations=10"),
         *session.posargs,
+        env={"FLASHRL_REQUIRE_PEERS": "1"},
     )
 
 
