@@ -88,7 +88,7 @@ def _fetch(function: str, repo: str, kind: str, **options: Any) -> str:
     try:
         return str(getattr(hub, function)(repo_id=repo, **options))
     except Exception as error:  # the hub's own errors share no root
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"{name} is no local {kind}, and could not be had from the hub: {reason:.300}. "
             "Offline, download it first and give its path"
