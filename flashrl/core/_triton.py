@@ -17,6 +17,7 @@ import triton.language as tl
 
 _SIGN = tl.constexpr(-(2**31))
 _INFINITY = tl.constexpr(0x7F800000)
+_MANTISSA = tl.constexpr(0x7FFFFF)
 # Adding 1.5 · 2**23 leaves a float32 rounded to an integer, half to even, in its low mantissa bits.
 _ROUND_TO_INTEGER = tl.constexpr(12582912.0)
 
@@ -71,7 +72,7 @@ def amax_kernel(
     group_r = tl.program_id(0) // groups_across
     group_c = tl.program_id(0) % groups_across
     _, peak = _read_tiles(
-        weight, smoothing, group_r, group_c, num_rows, num_columns, weight_row, weight_column, "",
+        weight, smoothing, group_r, group_c, num_rows, num_columns, weight_row, weight_column,
         GROUP_R, GROUP_C, TILE_R, TILE_C,
     )  # fmt: skip
     peak = _reduce(peak, PER_ROW)
@@ -119,7 +120,7 @@ def _quantize_group(
     group_c = pid % groups_across
     tiles, peak = _read_tiles(
         weight, smoothing, group_r, group_c, num_rows, num_columns, weight_row, weight_column,
-        "evict_first", GROUP_R, GROUP_C, TILE_R, TILE_C,
+        GROUP_R, GROUP_C, TILE_R, TILE_C,
     )  # fmt: skip
     peak = _reduce(peak, PER_ROW)
     bad = peak >= _INFINITY
@@ -142,7 +143,9 @@ def _quantize_group(
     if flag is not None:
         tl.store(flag, 1, mask=_any(bad))
 
-    if _any((divisor < 2.0**-60) | (divisor > 2.0**60)):
+    # See _write_tiles: scales that its short division does not suit.
+    odd = (divisor < 2.0**-60) | (divisor > 2.0**60) | ((bits & _MANTISSA) == _MANTISSA)
+    if _any(odd):
         _write_tiles(
             tiles, out, divisor, group_r, group_c, num_rows, num_columns, out_row, out_column,
             QMAX, IS_FLOAT, True, True, EMULATE, GROUP_R, GROUP_C, TILE_R, TILE_C,
@@ -150,14 +153,13 @@ def _quantize_group(
     else:
         _write_tiles(
             tiles, out, divisor, group_r, group_c, num_rows, num_columns, out_row, out_column,
-            QMAX, IS_FLOAT, False, not DYNAMIC, EMULATE, GROUP_R, GROUP_C, TILE_R, TILE_C,
+            QMAX, IS_FLOAT, not DYNAMIC, False, EMULATE, GROUP_R, GROUP_C, TILE_R, TILE_C,
         )  # fmt: skip
 
 
 @triton.jit
 def _read_tiles(
     weight, smoothing, group_r, group_c, num_rows, num_columns, weight_row, weight_column,
-    EVICTION: tl.constexpr,
     GROUP_R: tl.constexpr, GROUP_C: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     """The group's tiles in float32, and elementwise over them the largest magnitude."""
@@ -169,8 +171,7 @@ def _read_tiles(
                 group_r, group_c, r, c, num_rows, num_columns, GROUP_R, GROUP_C, TILE_R, TILE_C
             )
             at = weight + rows[:, None] * weight_row + columns[None, :] * weight_column
-            values = tl.load(at, mask=mask, other=0.0, eviction_policy=EVICTION)
-            values = values.to(tl.float32)
+            values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             if smoothing is not None:
                 factors = tl.load(smoothing + columns, mask=columns < num_columns, other=1.0)
                 values = values * factors.to(tl.float32)[None, :]
@@ -183,21 +184,27 @@ def _read_tiles(
 def _write_tiles(
     tiles, out, scale, group_r, group_c, num_rows, num_columns, out_row, out_column,
     QMAX: tl.constexpr, IS_FLOAT: tl.constexpr,
-    EXTREME: tl.constexpr, CLAMP: tl.constexpr, EMULATE: tl.constexpr,
+    CLAMP: tl.constexpr, ODD: tl.constexpr, EMULATE: tl.constexpr,
     GROUP_R: tl.constexpr, GROUP_C: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     """Divide the tiles by their scale (one a row), round, and store.
 
-    The quotient is IEEE's.  One multiplication by the reciprocal in two parts gives it to the last
-    bit or its neighbour, and from there one fused correction is exact (Markstein 1990, IBM Journal
-    of Research and Development 34).  That takes a scale far from over- and underflow: an extreme
-    one is first brought near 1 by a power of two, and the values with it.  Values saturate before
-    the division, where nothing can overflow; after the rounding that is the same.
+    The 8 bits are those of an IEEE division.  A reciprocal in two parts gives the quotient within
+    2**-46 of itself, rounded once.  That picks the wrong float only where the quotient lies as
+    close to the middle of two, and the 8 bits follow only if one of the two is a tie between 8-bit
+    values.  All such quotients can be listed (``close_calls`` in the tests does): the one that goes
+    wrong is a power of two over a scale whose mantissa is all ones.  Such an ``ODD`` scale costs a
+    fused correction, which makes the quotient IEEE's itself (Markstein 1990, IBM Journal of
+    Research and Development 34).
+
+    Scales near over- and underflow are odd as well: a power of two brings them near 1 first, and
+    the values with them.  Values saturate before the division, where nothing can overflow; after
+    the rounding that is the same.
     """
     across: tl.constexpr = (GROUP_C + TILE_C - 1) // TILE_C
     limit = (scale * QMAX)[:, None]
     power = tl.full(scale.shape, 1.0, tl.float32)
-    if EXTREME:
+    if ODD:
         exponent = scale.to(tl.int32, bitcast=True) >> 23
         power = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
     divisor = scale * power
@@ -214,20 +221,21 @@ def _write_tiles(
             values = tiles[r // TILE_R * across + c // TILE_C]
             if CLAMP:
                 values = tl.minimum(tl.maximum(values, -limit), limit)
-            if EXTREME:
+            if ODD:
                 values = values * power
             quotient = tl.fma(values, inverse, values * rest)
-            quotient = tl.fma(tl.fma(quotient, -divisor, values), inverse, quotient)
+            if ODD:
+                quotient = tl.fma(tl.fma(quotient, -divisor, values), inverse, quotient)
             at = out + rows[:, None] * out_row + columns[None, :] * out_column
             if IS_FLOAT:
                 if EMULATE:
                     quotient = _round_to_e4m3(quotient)
                 sign = values.to(tl.int32, bitcast=True) & _SIGN  # -0 stays -0.
                 signed = (quotient.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-                tl.store(at, signed.to(tl.float8e4nv), mask=mask, cache_modifier=".cs")
+                tl.store(at, signed.to(tl.float8e4nv), mask=mask)
             else:
                 rounded = (quotient + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True)
-                tl.store(at, rounded.to(tl.int8), mask=mask, cache_modifier=".cs")
+                tl.store(at, rounded.to(tl.int8), mask=mask)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ _OLDEST_TRITON = (3, 6)
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WARP_ELEMENTS = 256  # Elements that a warp takes at once: 8 a thread, 16 bytes of bf16.
 _MOST_TILES = 15  # Tiles of a group that fit a thread's registers.
-_MOST_REGISTERS = 128  # A thread's: two programs of eight warps then share a multiprocessor.
+_MOST_REGISTERS = 128  # A thread's, so that two programs of 8 warps share a multiprocessor.
 _MOST_WARPS = 16
 _MOST_BLOCK_ELEMENTS = 1 << 15
 _SCALE_LANES = 1024
@@ -270,7 +270,7 @@ def _constants(scheme: QuantScheme, geometry: _Geometry) -> dict[str, Any]:
     }
 
 
-def _cut(geometry: _Geometry) -> dict[str, int]:
+def _cut(geometry: _Geometry) -> dict[str, int | None]:
     """The geometry as the kernels take it."""
     (group_r, group_c), (tile_r, tile_c) = geometry.group, geometry.tile
     return {
@@ -279,7 +279,7 @@ def _cut(geometry: _Geometry) -> dict[str, int]:
         "TILE_R": tile_r,
         "TILE_C": tile_c,
         "num_warps": geometry.num_warps,
-        "maxnreg": _MOST_REGISTERS,
+        "maxnreg": _MOST_REGISTERS if geometry.num_warps >= 8 else None,
     }
 
 

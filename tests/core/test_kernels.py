@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
+import math
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -191,25 +194,60 @@ def test_magnitudes_at_the_ends_of_float32(scheme: str, magnitude: float) -> Non
     assert_same_bits(weight.to(DEVICE), scheme)
 
 
+def ties_of(scheme: QuantScheme) -> list[float]:
+    """The middles between neighbours among the positive 8-bit values."""
+    grid = torch.arange(128, dtype=torch.uint8)
+    grid = grid.float() if scheme.type == "int" else grid[:-1].view(scheme.dtype).float()
+    return ((grid[1:] + grid[:-1]) / 2).tolist()
+
+
+def close_calls(tie: float) -> Iterator[tuple[float, float]]:
+    """Every float32 (value, scale) whose quotient lies almost in the middle of two floats.
+
+    One of the two is the tie, and almost means within 2**-46.  In integers,
+    value · 2**shift = middle · scale - rest, with a middle of 25 bits and a rest of at most 8: for
+    each rest the scale is a modular inverse away.
+    """
+    nine_bits = int(math.frexp(tie)[0] * 512)
+    below = (nine_bits << 16) - 1 if nine_bits > 256 else (256 << 17) - 1
+    for middle in (below, (nine_bits << 16) + 1):
+        for shift, rest in itertools.product((23, 24, 25), [*range(-8, 0), *range(1, 9)]):
+            first = rest * pow(middle, -1, 1 << shift) % (1 << shift)
+            for scale in range(first, 1 << 24, 1 << shift):
+                value = (middle * scale - rest) >> shift
+                if scale >= 1 << 23 <= value < 1 << 24:
+                    yield value, math.ldexp(scale, round(math.log2(value / scale / tie)))
+
+
+def beside_ties(tie: float) -> Iterator[tuple[float, float]]:
+    """Every bf16 mantissa, with the scales within 3 floats of the one that makes it the tie."""
+    for mantissa in range(128, 256):
+        exact = torch.tensor(mantissa / tie).view(torch.int32)
+        for scale in (exact + torch.arange(-3, 4, dtype=torch.int32)).view(torch.float32).tolist():
+            yield mantissa, scale
+
+
 @needs_kernels
 @pytest.mark.parametrize("scheme", ["int8", "fp8_channel"])
-def test_quotients_beside_a_tie_round_as_ieee_division_does(scheme: str) -> None:
-    """A scale within a few floats of w / tie, for ties of the grid: where a reciprocal errs."""
-    ties = torch.tensor([0.5, 1.5, 2.5, 17.0, 63.5, 101.5, 126.5, 2**-10, 0.33203125, 232.0])
-    mantissas = torch.tensor([1.0, 1.0078125, 1.2890625, 1.5, 1.6328125, 1.9921875])
-    exact = (mantissas[:, None] / ties).flatten()
-    steps = torch.arange(-3, 4, dtype=torch.int32)
-    scale = (exact.view(torch.int32)[:, None] + steps).view(torch.float32).flatten()
-    weight = mantissas.repeat_interleave(len(ties) * len(steps))
-    # As columns under smoothing 1, so that one static scale a block makes few programs.
+@pytest.mark.parametrize("pairs", [close_calls, beside_ties])
+def test_quotients_beside_a_tie_round_as_ieee_division_does(
+    scheme: str, pairs: Callable[[float], Iterator[tuple[float, float]]]
+) -> None:
+    """Where a reciprocal errs: all such pairs on a GPU, a sample through the interpreter."""
     blocks = static("fp8_block", type=get_scheme(scheme).type, block_structure=(1, 1))
-    chosen = torch.arange(0, len(scale), 1 if DEVICE == "cuda" else 23)
-    assert_same_bits(
-        weight[chosen][None].to(DEVICE, BF16), blocks, scale=scale[chosen][None].to(DEVICE)
-    )
-    all_ones = torch.tensor([[1.0], [2.0]]).nextafter(torch.tensor(0.0)).to(DEVICE)
+    found = torch.tensor([pair for tie in ties_of(get_scheme(scheme)) for pair in pairs(tie)])
+    value, scale = found[:: 1 if DEVICE == "cuda" else len(found) // 60].T
+    assert len(value) >= 60
+    assert_same_bits(value[None].to(DEVICE), blocks, scale=scale[None].contiguous().to(DEVICE))
+
+
+@needs_kernels
+@pytest.mark.parametrize("scheme", ["int8", "fp8_channel"])
+def test_powers_of_two_over_a_mantissa_of_ones(scheme: str) -> None:
+    """2**k / (2 - 2**-23) is a hair more than half-way from the tie 2**(k-1) to the next float."""
+    scale = torch.tensor([[1.0], [2.0]]).nextafter(torch.tensor(0.0)).to(DEVICE)
     powers = torch.logspace(-11, 6, 18, base=2.0).expand(2, 18).to(DEVICE, BF16)
-    assert_same_bits(powers, static(scheme), scale=all_ones)
+    assert_same_bits(powers, static(scheme), scale=scale)
 
 
 @needs_kernels
