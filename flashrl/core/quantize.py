@@ -66,7 +66,8 @@ def compute_scale(
             f"{name} holds NaN or infinity; nothing was written. "
             "Check the trainer's weights: a diverged step often shows here first"
         )
-    scale = amax / scheme.qmax
+    # By a tensor: CUDA divides by a number as it multiplies by its reciprocal, with other bits.
+    scale = amax / torch.full_like(amax, scheme.qmax)
     scale[scale == 0] = 1.0
     return scale if out is None else out.copy_(scale)
 
