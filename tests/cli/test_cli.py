@@ -30,6 +30,9 @@ FRAMEWORKS = {"torch", "transformers", "vllm", "sglang", "ray", "verl", "openrlh
         ["doctor", "--json"],
         ["doctor", "--help"],
         ["predict", "--model", "qwen2.5-7b", "--gpu", "h200"],
+        ["profile", "--help"],
+        ["config", "show", "int8"],
+        ["cleanup"],
     ],
     ids=" ".join,
 )
