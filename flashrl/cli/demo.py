@@ -56,7 +56,7 @@ _COLUMNS = {
 def command(
     output: Path, quick: bool, steps: int | None, seed: int, model: Path | None, as_json: bool
 ) -> None:
-    """Train a real model three times: rollouts in BF16, in INT8 with the correction, and without.
+    """Train a real model three times: rollouts unquantized, in INT8 corrected, and uncorrected.
 
     GRPO on one-digit sums with TRL, on the CPU: minutes.  Ends with a report, also when stopped
     with Ctrl-C.

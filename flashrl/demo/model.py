@@ -97,19 +97,16 @@ def _find_gguf() -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Dequantize a GGUF file into a checkpoint.
-
-    In float32: rounding to bfloat16 here would put every weight on a bfloat16 number, from which
-    the small steps of training never get away when weights are pushed in bfloat16.
-    """
+    """Dequantize a GGUF file into a bfloat16 checkpoint, as the model was published."""
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     options = {}
     if hasattr(transformers, "GgufConfig"):  # transformers before 5.20 always dequantized
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **options
     )
     model.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

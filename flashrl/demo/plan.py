@@ -16,7 +16,8 @@ class DemoRun:
     Args:
         name: Short; its records go to ``run-<name>.jsonl``.
         title: For people.
-        scheme: How the rollout engine stores its linear weights.
+        scheme: How the rollout engine stores its linear weights; ``"bf16"`` leaves them as they
+            are, which on a CPU is FP32, like the trainer's.
         correction: A preset of :mod:`flashrl.core.correction`.
     """
 
@@ -27,7 +28,7 @@ class DemoRun:
 
 
 RUNS = (
-    DemoRun(name="bf16", title="BF16", scheme="bf16", correction="off"),
+    DemoRun(name="unquantized", title="Unquantized", scheme="bf16", correction="off"),
     DemoRun(name="int8-corrected", title="INT8, corrected", scheme="int8", correction="flashrl_c2"),
     DemoRun(name="int8-uncorrected", title="INT8, uncorrected", scheme="int8", correction="off"),
 )
@@ -56,5 +57,5 @@ class DemoPlan:
     num_prompts: int = 8
     num_generations: int = 4
     max_tokens: int = 5
-    learning_rate: float = 5e-6
+    learning_rate: float = 4e-6
     runs: tuple[DemoRun, ...] = RUNS

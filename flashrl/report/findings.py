@@ -13,7 +13,7 @@ __all__ = ["find", "last_quarter"]
 
 Summary = Mapping[str, Any]
 Finding = tuple[str, str]
-_NOTICEABLE_KL = 1e-3
+_BUSY_CPU_SHARE = 0.5
 
 
 def find(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[dict[str, str]]:
@@ -66,11 +66,8 @@ def _mismatch(_: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Findin
         importance ratio has a standard deviation of {low["ratio_sd"]:.2g} and was
         {low["ratio_max"]:.1f} at most."""
     if plain is not None and plain["kl"] is not None:
-        text += f""" With {plain["title"]} rollouts: {plain["kl"]:.2g} nats,
-            {plain["ratio_sd"]:.2g}, {plain["ratio_max"]:.1f}, and {plain["ess"]:.0%}."""
-        if plain["kl"] > _NOTICEABLE_KL:
-            text += """ That is not zero because the trainer's weights are FP32: in every run small
-                steps are lost when weights are rounded to BF16 for the push."""
+        text += f""" {plain["title"]}: {plain["kl"]:.2g} nats, {plain["ratio_sd"]:.2g},
+            {plain["ratio_max"]:.1f}, and {plain["ess"]:.0%}."""
     yield f"In {name} a batch was worth {low['ess']:.0%} of its tokens.", text
 
 
@@ -141,9 +138,13 @@ def _time(_: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Finding]:
     text = f"""Of {spent["total"]:.1f} s a step ({low["title"]}), generating took
         {spent["generate"]:.1f} s, scoring the tokens {spent["score"]:.1f} s and training
         {spent["train"]:.1f} s."""
-    if plain is not None and plain["seconds_per_step"].get("generate"):
+    shares = [s["cpu_share"] for s in (plain, low) if s is not None and s["cpu_share"] is not None]
+    if shares and min(shares) < _BUSY_CPU_SHARE:
+        text += f""" The machine was busy with other work, and gave a run as little as
+            {min(shares):.0%} of the CPU time it asked for: these times say little."""
+    elif plain is not None and plain["seconds_per_step"].get("generate"):
         factor = plain["seconds_per_step"]["generate"] / max(spent["generate"], 1e-9)
-        text += f""" Generation ran at {factor:.2f} times the speed of {plain["title"]} here; the
+        text += f""" Generation ran at {factor:.2f} times the speed of the first run's here; the
             gain of 8 bit is a GPU's, and `flashrl predict` says how large."""
     yield f"Pushing and quantizing the weights took {spent['sync']:.2f} s a step.", text
 

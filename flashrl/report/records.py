@@ -35,7 +35,7 @@ class Run:
             parts (``seconds/<part>``).
         tokens: Some sampled tokens, as pairs (log π, log μ).
         end: ``status`` (``"complete"``, ``"interrupted"``, ``"failed"``), ``seconds``,
-            ``peak_rss_bytes`` and the like; empty for a run that was cut off.
+            ``cpu_seconds``, ``peak_rss_bytes`` and the like; empty for a run that was cut off.
     """
 
     name: str

@@ -64,6 +64,7 @@ def summarize_run(run: Run) -> dict[str, Any]:
         "ratio_max": max(largest) if largest else None,
         "seconds_per_step": mean_seconds(run),
         "seconds": run.end.get("seconds"),
+        "cpu_share": _cpu_share(run),
         "peak_rss_bytes": run.end.get("peak_rss_bytes"),
         "verified_tensors": run.end.get("verified_tensors"),
     }
@@ -76,6 +77,14 @@ def mean_seconds(run: Run) -> dict[str, float]:
         return {}
     parts = {part: (_mean(run.values(metric)) or 0.0) / 1000 for part, metric in PARTS.items()}
     return {**parts, "train": max(0.0, total - sum(parts.values())), "total": total}
+
+
+def _cpu_share(run: Run) -> float | None:
+    """What the run got of the CPU time that its threads could have used."""
+    seconds, cpu_seconds = run.end.get("seconds"), run.end.get("cpu_seconds")
+    if not seconds or cpu_seconds is None:
+        return None
+    return float(cpu_seconds / (seconds * run.facts.get("num_threads", 1)))
 
 
 def _mean(values: Sequence[float]) -> float | None:

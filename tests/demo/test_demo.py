@@ -67,7 +67,7 @@ def test_demo_trains_three_times_and_reports(checkpoint: Path, tmp_path: Path) -
     # Not a terminal: a plain line for each step, and nothing that moves the cursor.
     lines = [line for line in stderr.splitlines() if ": step " in line]
     assert len(lines) == 6
-    assert lines[0].startswith("BF16: step 1/2, reward ")
+    assert lines[0].startswith("Unquantized: step 1/2, reward ")
     assert "\x1b" not in stderr
 
 
@@ -80,7 +80,7 @@ def _weight_names(checkpoint: Path) -> list[str]:
 
 def test_ctrl_c_leaves_a_valid_partial_report(checkpoint: Path, tmp_path: Path) -> None:
     process = demo("--model", str(checkpoint), "--steps=100000", f"--output={tmp_path}")
-    records = tmp_path / "run-bf16.jsonl"
+    records = tmp_path / "run-unquantized.jsonl"
     deadline = time.monotonic() + 240
     while not (records.exists() and records.read_text().count('"kind": "step"') >= 2):
         assert process.poll() is None, process.communicate()[1]
@@ -94,7 +94,7 @@ def test_ctrl_c_leaves_a_valid_partial_report(checkpoint: Path, tmp_path: Path) 
     assert run.status == "interrupted"
     assert len(run.steps) >= 2
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert f"BF16 interrupted after {len(run.steps)} of 100000 steps" in page
+    assert f"Unquantized interrupted after {len(run.steps)} of 100000 steps" in page
     assert f"{tmp_path}/report.html" in stdout.replace("\n", "")
 
 
@@ -123,7 +123,10 @@ def test_old_records_do_not_stand_beside_new_ones(checkpoint: Path, tmp_path: Pa
     kept = tmp_path / "run-mine.txt"
     kept.write_text("mine", encoding="utf-8")
     _train(DemoPlan(model=checkpoint, output=tmp_path, num_steps=1, runs=RUNS[:1]))
-    assert sorted(path.name for path in tmp_path.glob("run-*")) == ["run-bf16.jsonl", kept.name]
+    assert sorted(path.name for path in tmp_path.glob("run-*")) == [
+        kept.name,
+        "run-unquantized.jsonl",
+    ]
 
 
 def test_local_checkpoint_is_taken_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
@@ -231,6 +234,6 @@ def test_terminal_gets_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.on_step(RUNS[0], {"step": 1, "reward": 0.5, "flashrl/kl": 0.0123})
         progress.on_step(RUNS[0], {"step": 2, "reward": 0.75, "flashrl/kl": 0.0456})
     text = console.export_text()
-    row = next(line for line in text.splitlines()[::-1] if line.startswith("BF16"))
-    assert row.split()[:4] == ["BF16", "2/9", "0.75", "0.046"]
+    row = next(line for line in text.splitlines()[::-1] if line.startswith("Unquantized"))
+    assert row.split()[:4] == ["Unquantized", "2/9", "0.75", "0.046"]
     assert "step 1" not in text

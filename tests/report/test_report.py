@@ -61,7 +61,12 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def write_runs(folder: Path, *, names: tuple[str, ...] = ("bf16", "tis", "raw")) -> None:
+def write_runs(
+    folder: Path,
+    *,
+    names: tuple[str, ...] = ("bf16", "tis", "raw"),
+    cpu_seconds: float = 200.0,
+) -> None:
     for order, name in enumerate(names):
         facts = {
             "title": name.upper(),
@@ -69,6 +74,7 @@ def write_runs(folder: Path, *, names: tuple[str, ...] = ("bf16", "tis", "raw"))
             "correction": "flashrl_c2" if name == "tis" else "off",
             "truncation": 2.0 if name == "tis" else None,
             "num_steps": 4,
+            "num_threads": 2,
             "model": "A & B <tiny>",
             "best_reward": 1.5,
         }
@@ -91,7 +97,9 @@ def write_runs(folder: Path, *, names: tuple[str, ...] = ("bf16", "tis", "raw"))
                     }
                 )
                 writer.tokens([-0.5, -1.0], [-0.6, -0.9])
-            writer.end.update(seconds=120.0, peak_rss_bytes=3_900_000_000, verified_tensors=272)
+            writer.end.update(
+                seconds=120.0, cpu_seconds=cpu_seconds, peak_rss_bytes=3.9e9, verified_tensors=272
+            )
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +181,16 @@ def test_verdict_follows_the_numbers_and_claims_no_quality(
     assert f"{2 * math.hypot(error, error):.2f}" in findings[verdict]
     assert f"{corrected - uncorrected:+.2f}" in findings[verdict]
     assert "16 steps of one seed are no evidence about quality" in findings[verdict]
+
+
+@pytest.mark.parametrize(("cpu_seconds", "busy"), [(200.0, False), (60.0, True)])
+def test_times_of_a_busy_machine_are_not_compared(
+    tmp_path: Path, cpu_seconds: float, busy: bool
+) -> None:
+    write_runs(tmp_path, cpu_seconds=cpu_seconds)  # of 120 s on two threads
+    text = " ".join(finding["text"] for finding in summarize(read_runs(tmp_path))["findings"])
+    assert ("as little as 25%" in text) is busy
+    assert ("1.00 times the speed of the first run" in text) is not busy
 
 
 def test_interrupted_run_is_a_valid_partial_report(tmp_path: Path) -> None:

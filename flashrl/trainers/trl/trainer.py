@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -54,13 +54,14 @@ and ``scheme``, a name.
 class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's ``GRPOTrainer``, generating with a session's engine and corrected for it.
 
-    Before it generates, it pushes its weights if an optimizer step has changed them.
+    Before it generates, it pushes its weights if an optimizer step has changed them.  They go in
+    the precision that the trainer has, and the engine rounds them once, to its own: on a way
+    through bfloat16, whatever moves a weight by less than half of its last place would be lost.
 
     Args:
         session: The attached engine: a copy of the policy, sharing no memory with it.
         correction: A preset's name or a configuration of :mod:`flashrl.core.correction`;
             ``"off"`` measures the mismatch and corrects nothing.
-        push_dtype: What weights are rounded to before they are pushed; None leaves them.
         stop_token_ids: A completion ends with any of these; without them, with the end-of-sequence
             tokens that TRL finds.
         **kwargs: What ``GRPOTrainer`` takes, except ``rollout_func``.
@@ -77,13 +78,11 @@ class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         *,
         session: Session,
         correction: str | CorrectionConfig = "default",
-        push_dtype: torch.dtype | None = torch.bfloat16,
         stop_token_ids: Sequence[int] = (),
         **kwargs: Any,
     ) -> None:
         self.session = session
         self.correction = get_config(correction)
-        self.push_dtype = push_dtype
         self.token_log_probs: tuple[Tensor, Tensor] | None = None
         self._rollout: Rollout | None = None
         self._pushed_step: int | None = None
@@ -100,11 +99,6 @@ class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self.args, stop_token_ids=stop_token_ids or self.eos_token_ids
         )
 
-    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they are pushed, so ``session.verify(trainer.policy_weights())``."""
-        for name, parameter in self.accelerator.unwrap_model(self.model).named_parameters():
-            yield name, parameter.detach().to(self.push_dtype or parameter.dtype)
-
     def sample(self, prompts: list[Any]) -> dict[str, Any]:
         """Generate one completion for each prompt, with the newest weights.
 
@@ -116,7 +110,9 @@ class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """
         if self._pushed_step != self.state.global_step:
             started = time.perf_counter()
-            self.session.update_weights(self.policy_weights(), version=self.state.global_step)
+            self.session.update_weights(
+                self.model.named_parameters(), version=self.state.global_step
+            )
             self._pushed_step = self.state.global_step
             self._log_milliseconds("update_ms", started)
         started = time.perf_counter()
