@@ -26,7 +26,7 @@ _COLUMNS = {
     # heading: (metric, format)
     "reward": ("reward", "{:.2f}"),
     "right": ("rewards/accuracy/mean", "{:.0%}"),
-    "KL": ("flashrl/kl", "{:.2g}"),
+    "KL": ("flashrl/kl", "{:.4f}"),
     "ESS": ("flashrl/ess", "{:.0%}"),
     "ratio sd": ("flashrl/ratio_sd", "{:.2f}"),
     "p95": ("flashrl/ratio_p95", "{:.2f}"),

@@ -101,9 +101,9 @@ def _kl(runs: Sequence[Run]) -> Iterator[Panel]:
         title="Distance to the trainer",
         section="mismatch",
         label="KL(rollout ‖ trainer), nats a token",
-        caption="How far the distribution that was sampled is from the one that is trained, on a "
-        "logarithmic scale; lower is better.",
-        decorate=_log_scale,
+        caption="How far the distribution that was sampled is from the one that is trained; lower "
+        "is better.",
+        decorate=lambda axes: axes.set_ylim(bottom=0),
     )
 
 

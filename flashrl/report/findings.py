@@ -9,11 +9,12 @@ from typing import Any
 
 from flashrl.report.records import Run
 
-__all__ = ["find", "last_quarter"]
+__all__ = ["find", "last_quarter", "show_small"]
 
 Summary = Mapping[str, Any]
 Finding = tuple[str, str]
 _BUSY_CPU_SHARE = 0.5
+_SMALLEST = 0.0001
 
 
 def find(runs: Sequence[Run], summaries: Sequence[Summary]) -> list[dict[str, str]]:
@@ -47,6 +48,11 @@ def last_quarter(values: Sequence[float]) -> Sequence[float]:
     return values[len(values) - math.ceil(len(values) / 4) :]
 
 
+def show_small(value: float) -> str:
+    """A number of which only two digits matter, and none under 0.0001."""
+    return f"{value:.2g}" if value >= _SMALLEST else f"under {_SMALLEST}"
+
+
 def _unfinished(_: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Finding]:
     parts = [
         f"{s['title']} {s['status']} after {s['steps_done']} of {s['steps_planned'] or '?'} steps"
@@ -62,25 +68,32 @@ def _mismatch(_: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Findin
     if low is None or None in (low["kl"], low["ess"], low["ratio_sd"], low["ratio_max"]):
         return
     name = str(low["scheme"]).upper()
-    text = f"""The rollouts leave the trainer's policy by a KL of {low["kl"]:.2g} nats a token; the
-        importance ratio has a standard deviation of {low["ratio_sd"]:.2g} and was
-        {low["ratio_max"]:.1f} at most."""
+    text = f"""The rollouts leave the trainer's policy by a KL of {show_small(low["kl"])} nats a
+        token; the importance ratio has a standard deviation of {show_small(low["ratio_sd"])} and
+        was {low["ratio_max"]:.1f} at most."""
     if plain is not None and plain["kl"] is not None:
-        text += f""" {plain["title"]}: {plain["kl"]:.2g} nats, {plain["ratio_sd"]:.2g},
-            {plain["ratio_max"]:.1f}, and {plain["ess"]:.0%}."""
+        text += f""" {plain["title"]}: {show_small(plain["kl"])} nats,
+            {show_small(plain["ratio_sd"])}, {plain["ratio_max"]:.1f}, and {plain["ess"]:.0%}."""
     yield f"In {name} a batch was worth {low['ess']:.0%} of its tokens.", text
 
 
 def _truncation(runs: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Finding]:
     for run, s in zip(runs, summaries, strict=True):
         bound = run.facts.get("truncation")
-        if bound is not None and s["frac_truncated"] is not None:
+        if bound is None or s["frac_truncated"] is None:
+            continue
+        if s["frac_truncated"] == 0:
+            yield (
+                "The correction cut no weight.",
+                f"No ratio exceeded {bound:g}, so every token was weighted by its exact ratio.",
+            )
+        else:
             yield (
                 f"The correction cut {s['frac_truncated']:.1%} of the weights.",
                 f"""Those tokens had a ratio above {bound:g} and were weighted by {bound:g}; all
                 others by their exact ratio.""",
             )
-            return
+        return
 
 
 def _reward(_: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flashrl.report.findings import show_small
 from flashrl.report.records import Run
 
 __all__ = ["describe_set_up", "tabulate"]
@@ -19,9 +20,9 @@ def _number(pattern: str) -> Callable[[Any], str]:
 _ROWS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("reward, first quarter", "reward_start", _number("{:.2f}")),
     ("reward, last quarter", "reward_end", _number("{:.2f}")),
-    ("KL, nats a token", "kl", _number("{:.2g}")),
+    ("KL, nats a token", "kl", show_small),
     ("effective sample size", "ess", _number("{:.1%}")),
-    ("ratio, standard deviation", "ratio_sd", _number("{:.2g}")),
+    ("ratio, standard deviation", "ratio_sd", show_small),
     ("ratio, 95th percentile", "ratio_p95", _number("{:.2f}")),
     ("ratio, largest of all", "ratio_max", _number("{:.2f}")),
     ("weights truncated", "frac_truncated", _number("{:.1%}")),
@@ -39,7 +40,7 @@ def tabulate(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str
     """
     rows = [("steps", [_steps(summary) for summary in summaries])]
     for label, key, show in _ROWS:
-        if any(summary[key] for summary in summaries):
+        if any(summary[key] not in (None, {}) for summary in summaries):
             cells = [_cell(summary[key], show) for summary in summaries]
             rows.append((label, cells))
     return rows
@@ -65,4 +66,4 @@ def _steps(summary: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any, show: Callable[[Any], str]) -> str:
-    return _MISSING if value is None or value == {} else show(value)
+    return _MISSING if value in (None, {}) else show(value)

@@ -223,6 +223,18 @@ def test_gguf_is_found_without_importing_its_package() -> None:
     assert imported == "False False"
 
 
+@pytest.mark.parametrize("command", ["demo", "report"])
+def test_help_loads_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys; from flashrl.cli import main\n"
+        f"try: main(['{command}', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'trl', 'matplotlib', 'jinja2'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
 def test_terminal_gets_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
@@ -235,5 +247,5 @@ def test_terminal_gets_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.on_step(RUNS[0], {"step": 2, "reward": 0.75, "flashrl/kl": 0.0456})
     text = console.export_text()
     row = next(line for line in text.splitlines()[::-1] if line.startswith("Unquantized"))
-    assert row.split()[:4] == ["Unquantized", "2/9", "0.75", "0.046"]
+    assert row.split()[:4] == ["Unquantized", "2/9", "0.75", "0.0456"]
     assert "step 1" not in text

@@ -6,13 +6,14 @@ import json
 import math
 import re
 import statistics
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashrl.errors import ConfigError
+from flashrl.errors import ConfigError, MissingDependencyError
 from flashrl.report import RunWriter, read_runs, summarize, write_report
 
 pytest.importorskip("matplotlib")
@@ -216,6 +217,18 @@ def test_run_that_was_killed_while_it_wrote_still_reads(tmp_path: Path, cut: str
     assert "A cut off after" in page.text
 
 
+def test_numbers_that_are_zero_are_shown_and_those_that_are_missing_are_not(tmp_path: Path) -> None:
+    for order, fraction in enumerate((0.0, None)):
+        facts = {"scheme": "int8", "correction": "default", "truncation": 2.0}
+        with RunWriter(tmp_path, f"run{order}", order=order, **facts) as writer:
+            writer.step({"step": 1, "reward": 0.0, "flashrl/frac_truncated": fraction})
+    _, page = draw(tmp_path)
+    assert "reward, last quarter 0.00 0.00" in page.text
+    assert "weights truncated 0.0% —" in page.text
+    assert "KL" not in page.text.split("What was learned")[0]
+    assert "No ratio exceeded 2" in page.text
+
+
 def test_not_finite_values_are_left_out_not_drawn(tmp_path: Path) -> None:
     with RunWriter(tmp_path, "a") as writer:
         for step, value in enumerate((1.0, float("nan"), 3.0), start=1):
@@ -254,6 +267,17 @@ def test_what_is_no_run_is_refused_by_name(
     with pytest.raises(ConfigError, match=message) as refused:
         read_runs(folder)
     assert str(folder) in str(refused.value)
+
+
+@pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
+def test_missing_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    write_runs(tmp_path, names=("bf16",))
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "flashrl.report.figures", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'flashrl\[report\]'"):
+        write_report(read_runs(tmp_path), tmp_path)
 
 
 def test_other_formats_come_in_through_a_reader(tmp_path: Path) -> None:
