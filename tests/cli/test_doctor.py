@@ -55,7 +55,9 @@ def test_versions_are_those_installed(flashrl: Callable[..., Any]) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.data["flashrl"] == package.__version__
     assert result.data["python"] == platform.python_version()
-    installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    installed = {
+        d.metadata["Name"].lower().replace("_", "-"): d.version for d in metadata.distributions()
+    }
     for name, version in result.data["distributions"].items():
         assert version == installed.get(name)
     assert result.data["distributions"]["torch"] == metadata.version("torch")

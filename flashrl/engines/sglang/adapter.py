@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +13,11 @@ import attrs
 
 from flashrl.core.schemes import PRESETS, QuantScheme
 from flashrl.core.viability import Viability
-from flashrl.errors import UnsupportedError
+from flashrl.errors import MissingDependencyError, UnsupportedError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from flashrl.core.profiles import Profile
     from flashrl.engines.sglang.attached import AttachedSGLang
 
@@ -69,6 +73,45 @@ class SGLangAdapter:
         config = {"quant_method": "flashrl", "scheme": attrs.asdict(scheme)}
         override = json.dumps({"quantization_config": config})
         return {"quantization": "flashrl", "json_model_override_args": override}
+
+    @contextmanager
+    def launch(
+        self, checkpoint: Path, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> Iterator[Any]:
+        """Start a small engine on a checkpoint folder, 8-bit from the start.
+
+        Raises:
+            MissingDependencyError: sglang is not installed, or too old.
+            UnsupportedError: As :meth:`launch_args`.
+        """
+        arguments = self.launch_args(scheme, profile=profile)
+        found = self.check()
+        if not found.ok:
+            raise MissingDependencyError(found.reason)
+        import torch
+
+        place: dict[str, Any] = {}
+        if not torch.cuda.is_available():
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            place = {"device": "cpu", "attention_backend": "torch_native"}
+        import sglang
+
+        engine = sglang.Engine(
+            model_path=str(checkpoint),
+            **place,
+            disable_cuda_graph=True,
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            max_total_tokens=8192,
+            max_running_requests=64,
+            skip_server_warmup=True,
+            log_level="error",
+            **arguments,
+        )
+        try:
+            yield engine
+        finally:
+            engine.shutdown()
 
     def attach(
         self, engine: Any, scheme: QuantScheme, *, profile: Profile | None = None
