@@ -199,8 +199,9 @@ class Correction(NamedTuple):
     Args:
         weights: Factor of each token's loss, (batch, response_length), detached; 0 is a token that
             was masked or dropped.
-        metrics: Everything of :mod:`flashrl.core.mismatch`, the ratio before and the weights after
-            truncation, and the flag ``all_dropped``.
+        metrics: Everything of :mod:`flashrl.core.mismatch`: the ratio as it was, the weights after
+            truncation and rejection, before they are normalized or mixed.  Beside it the flag
+            ``all_dropped``, and ``batch_norm_factor`` or ``ais_coefficient`` where one applies.
     """
 
     weights: torch.Tensor

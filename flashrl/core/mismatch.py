@@ -27,7 +27,7 @@ import math
 import attrs
 import torch
 
-from flashrl.core.histogram import NUM_BINS, count_bins, fold, percentile
+from flashrl.core.histogram import NUM_BINS, fold, percentile
 from flashrl.core.log_ratios import (
     MAX_LOG_RATIO,
     RowBlock,
@@ -35,41 +35,9 @@ from flashrl.core.log_ratios import (
     iter_blocks,
     raise_invalid,
 )
+from flashrl.core.mismatch_sums import MAXIMA, NEVER, SUMS, sum_block
 
 __all__ = ["MismatchState", "measure", "measure_block"]
-
-_SUMS = (
-    "num_tokens",
-    "num_sequences",
-    "num_invalid",
-    "num_zero",
-    "log_ratio",
-    "log_ratio_squared",
-    "excess",  # ρ - 1
-    "excess_squared",
-    "squared",
-    "outside",
-    "excess_log_ratio",
-    "js",
-    "tmpe_excess",
-    "prob_diff",
-    "sequence_excess",
-    "sequence_squared_excess",
-    "geometric_excess",
-    "is_weighted",
-    "weight_excess",
-    "weight_excess_squared",
-    "weight_squared",
-    "weight_outside",
-    "sequence_weight",
-    "num_truncated",
-    "num_dropped",
-    "num_dropped_sequences",
-)
-_MAXIMA = ("log_ratio", "minus_log_ratio", "prob_diff", "weight", "minus_weight")
-
-_OUTSIDE = 0.1
-_NEVER = 1e30
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -102,8 +70,8 @@ class MismatchState:
     def empty(cls, device: torch.device | str = "cpu") -> MismatchState:
         """The state of no tokens, which adds nothing."""
         return cls(
-            sums=torch.zeros(len(_SUMS), dtype=torch.float64, device=device),
-            maxima=torch.full((len(_MAXIMA),), -_NEVER, dtype=torch.float64, device=device),
+            sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
+            maxima=torch.full((len(MAXIMA),), -NEVER, dtype=torch.float64, device=device),
             counts=torch.zeros(2, NUM_BINS, dtype=torch.int64, device=device),
         )
 
@@ -132,7 +100,7 @@ class MismatchState:
 
     def sum_of(self, name: str) -> torch.Tensor:
         """One of the sums, a float64 scalar on the state's device."""
-        return self.sums[_SUMS.index(name)]
+        return self.sums[SUMS.index(name)]
 
     def compute(self) -> dict[str, float]:
         """The metrics; one transfer from the device.
@@ -145,10 +113,10 @@ class MismatchState:
         log_ratios, log_weights = self.counts
         table = torch.stack([log_ratios, fold(log_ratios), log_weights])
         values = torch.cat([self.sums, self.maxima, percentile(table, 95)]).tolist()
-        total = dict(zip(_SUMS, values, strict=False))
+        total = dict(zip(SUMS, values, strict=False))
         most = {
-            name: 0.0 if value == -_NEVER else value
-            for name, value in zip(_MAXIMA, values[len(_SUMS) :], strict=False)
+            name: 0.0 if value == -NEVER else value
+            for name, value in zip(MAXIMA, values[len(SUMS) :], strict=False)
         }
         log_p95, abs_log_p95, weight_log_p95 = values[-3:]
         metrics = _ratio_metrics(total, most, log_p95, abs_log_p95)
@@ -294,100 +262,8 @@ def measure_block(
     Returns:
         The state of these rows.
     """
-    sums, maxima, counts = _measure_ratios(block)
-    log_weight_counts = torch.zeros_like(counts)
-    if weights is not None:
-        weight_sums, weight_maxima, log_weight_counts = _measure_weights(block, weights)
-        sums |= weight_sums
-        maxima |= weight_maxima
-        if num_truncated is not None:
-            sums["num_truncated"] = num_truncated
-    nothing = torch.zeros_like(block.num_tokens)
-    return MismatchState(
-        # A row is summed in its own precision, the rows in float64: digits do not get lost.
-        sums=torch.stack([sums.get(name, nothing) for name in _SUMS]).sum(
-            dim=-1, dtype=torch.float64
-        ),
-        maxima=torch.stack([maxima.get(name, nothing - _NEVER) for name in _MAXIMA])
-        .amax(dim=-1)
-        .to(torch.float64),
-        counts=torch.stack([counts, log_weight_counts]),
-    )
-
-
-_Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]
-"""Sums and maxima of each row, (rows,), and the histogram of all rows."""
-
-
-def _measure_ratios(block: RowBlock) -> _Measured:
-    log_ratio, mask = block.log_ratio, block.mask
-    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    excess = clamped.expm1()
-    prob_diff = (block.policy.exp() - block.behavior.exp()).abs_()
-    sequence = block.sequence_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    geometric = block.mean_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    num_nonzero = block.behavior.sign().abs_().sum(dim=-1)
-    penalty = (1 - mask).mul_(_NEVER)  # keeps masked positions out of a maximum
-    sums = {
-        "num_tokens": block.num_tokens,
-        "num_sequences": block.num_tokens.clamp(max=1),
-        "num_invalid": block.num_invalid,
-        "num_zero": block.num_tokens - num_nonzero,
-        "log_ratio": block.sequence_log_ratio,
-        "log_ratio_squared": log_ratio.square().sum(dim=-1),
-        **_moments("", excess, mask),
-        "excess_log_ratio": (excess * log_ratio).sum(dim=-1),
-        "js": _jensen_shannon(clamped, excess).sum(dim=-1),
-        "tmpe_excess": clamped.abs().expm1_().sum(dim=-1),
-        "prob_diff": prob_diff.sum(dim=-1),
-        "sequence_excess": sequence.expm1(),
-        "sequence_squared_excess": (2 * sequence).expm1_(),
-        "geometric_excess": geometric.expm1_(),
-    }
-    maxima = {
-        "log_ratio": (log_ratio - penalty).amax(dim=-1),
-        "minus_log_ratio": -(log_ratio + penalty).amin(dim=-1),
-        "prob_diff": prob_diff.amax(dim=-1),
-    }
-    return sums, maxima, count_bins(clamped, mask)
-
-
-def _measure_weights(block: RowBlock, weights: torch.Tensor) -> _Measured:
-    mask, num_tokens = block.mask, block.num_tokens
-    num_kept = weights.sign().sum(dim=-1)
-    penalty = (1 - mask).mul_(_NEVER)
-    sums = {
-        "is_weighted": torch.ones_like(num_tokens),
-        **_moments("weight_", weights - mask, mask),
-        "sequence_weight": weights.sum(dim=-1) / num_tokens.clamp(min=1),
-        "num_dropped": num_tokens - num_kept,
-        "num_dropped_sequences": num_tokens.clamp(max=1) - num_kept.clamp(max=1),
-    }
-    maxima = {
-        "weight": (weights - penalty).amax(dim=-1),
-        "minus_weight": -(weights + penalty).amin(dim=-1),
-    }
-    log_weights = weights.clamp(min=math.exp(-MAX_LOG_RATIO)).log_()
-    return sums, maxima, count_bins(log_weights, mask)
-
-
-def _jensen_shannon(log_ratio: torch.Tensor, excess: torch.Tensor) -> torch.Tensor:
-    """½[ρℓ - (1+ρ) log((1+ρ)/2)], written with ρ - 1 to keep its digits near ρ = 1."""
-    mixture = (1 + excess).mul_(log_ratio) - (2 + excess).mul_((excess / 2).log1p_())
-    return mixture.div_(2)
-
-
-def _moments(prefix: str, excess: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums of w - 1, its square and w², and how many w lie outside [0.9, 1.1].
-
-    Near w = 1 the spread is lost in sums of w, near w = 0 the scale in sums of w - 1.
-    """
-    return {
-        f"{prefix}excess": excess.sum(dim=-1),
-        f"{prefix}excess_squared": excess.square().sum(dim=-1),
-        f"{prefix}squared": (excess + mask).square_().sum(dim=-1),
-        f"{prefix}outside": (excess.abs() > _OUTSIDE).sum(dim=-1),
-    }
+    sums, maxima, counts = sum_block(block, weights, num_truncated)
+    return MismatchState(sums=sums, maxima=maxima, counts=counts)
 
 
 def _at_least_one(*counts: float) -> tuple[float, ...]:

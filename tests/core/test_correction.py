@@ -5,8 +5,6 @@ import math
 import attrs
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flashrl.core import log_ratios
 from flashrl.core.correction import PRESETS, CorrectionConfig, compute, get_config
@@ -76,9 +74,13 @@ def naive_weights(old, rollout, mask, config):
 def test_weights_equal_a_naive_loop(level, bound, seed):
     config = CorrectionConfig(level=level, bound=bound, low=0.6, high=1.5)
     old, rollout, mask, _ = make_batch(seed=seed)
-    weights, _ = correct(old, rollout, mask, config)
+    weights, metrics = correct(old, rollout, mask, config)
     expected = naive_weights(old, rollout, mask, config)
     torch.testing.assert_close(weights.double(), expected, rtol=2e-5, atol=1e-7)
+    untouched = naive_weights(old, rollout, mask, attrs.evolve(config, bound="none"))
+    share = float((expected != untouched).sum() / mask.sum())
+    changed = "dropped_fraction" if bound == "mask" else "truncated_fraction"
+    assert metrics[changed] == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -440,80 +442,6 @@ def test_missing_or_misshapen_log_probs_are_an_error():
         correct(old, rollout, mask, advantages=advantages[:, :1])
     with pytest.raises(ShapeError, match="response_mask must be"):
         correct(old, rollout, None)
-
-
-# --- laws
-
-
-GARBAGE = st.sampled_from([math.nan, math.inf, -math.inf, 1e30, 3.0])
-CONFIGS = st.sampled_from(
-    [
-        *(config for config in PRESETS.values()),
-        CorrectionConfig(level="sequence", batch_normalize=True),
-        CorrectionConfig(filters=(RATIO_FILTER,), veto_floor=0.5, off_policy_delta=0.1),
-        *(
-            CorrectionConfig(filters=(Filter(statistic="k3", over=over, high=0.2),))
-            for over in ("token", "sum", "mean", "max")
-        ),
-    ]
-)
-
-
-@given(CONFIGS, GARBAGE, st.integers(0, 100))
-def test_values_at_masked_positions_never_matter(config, value, seed):
-    """Flash-RL#19: mask 0 with any value, NaN included, moves neither weights nor metrics."""
-    old, rollout, mask, advantages = make_batch(seed=seed)
-    weights, metrics = correct(old, rollout, mask, config, advantages=advantages)
-    spoiled = [tensor.masked_fill(mask == 0, value) for tensor in (old, rollout, advantages)]
-    again, metrics_again = correct(*spoiled[:2], mask, config, advantages=spoiled[2])
-    assert torch.equal(again, weights)
-    assert metrics_again == metrics
-
-
-@given(CONFIGS, st.integers(0, 9), st.integers(0, 9))
-def test_padding_on_either_side_only_shifts_the_weights(config, left, right):
-    batch = make_batch()
-    weights, metrics = correct(*batch[:3], config, advantages=batch[3])
-    padded = [torch.nn.functional.pad(tensor, (left, right)) for tensor in batch]
-    shifted, metrics_again = correct(*padded[:3], config, advantages=padded[3])
-    torch.testing.assert_close(shifted, torch.nn.functional.pad(weights, (left, right)))
-    assert metrics_again == pytest.approx(metrics, rel=1e-5, abs=1e-6)
-
-
-@given(CONFIGS, st.permutations(range(8)))
-def test_permuting_sequences_permutes_the_weights(config, order):
-    batch = make_batch()
-    weights, metrics = correct(*batch[:3], config, advantages=batch[3])
-    shuffled = [tensor[order] for tensor in batch]
-    again, metrics_again = correct(*shuffled[:3], config, advantages=shuffled[3])
-    torch.testing.assert_close(again, weights[order])
-    assert metrics_again == pytest.approx(metrics, rel=1e-5, abs=1e-6)
-
-
-@given(
-    st.sampled_from(["token", "sequence", "geometric"]),
-    st.sampled_from(["truncate", "mask"]),
-    st.floats(0.1, 10.0),
-    st.integers(0, 100),
-    st.floats(0.0, 30.0),
-)
-def test_weights_lie_between_zero_and_the_cap(level, bound, cap, seed, spread):
-    old, rollout, mask, _ = make_batch(seed=seed, spread=spread)
-    config = CorrectionConfig(level=level, bound=bound, high=cap)
-    weights, metrics = correct(old, rollout, mask, config)
-    assert 0 <= float(weights.min()) <= float(weights.max()) <= cap * (1 + 1e-6)
-    assert all(math.isfinite(value) for value in metrics.values())
-
-
-@given(CONFIGS)
-def test_weights_carry_no_gradient(config):
-    """slime#179: the weight is a constant of the loss."""
-    old, rollout, mask, advantages = make_batch()
-    old.requires_grad_()
-    rollout.requires_grad_()
-    weights, _ = correct(old, rollout, mask, config, advantages=advantages.requires_grad_())
-    assert not weights.requires_grad
-    assert weights.grad_fn is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -42,11 +42,12 @@ def of_ratios(*ratios, log_rollout=-1.0, **options):
 
 def naive(old, rollout, mask, weights):
     """Every metric but the percentiles, one token at a time, in float64."""
-    tokens, sequences = [], []
+    tokens, sequences, sequence_weights = [], [], []
     for row in range(mask.shape[0]):
         picked = [c for c in range(mask.shape[1]) if mask[row, c] != 0]
         if picked:
             sequences.append([float(old[row, c]) - float(rollout[row, c]) for c in picked])
+            sequence_weights.append(np.mean([float(weights[row, c]) for c in picked]))
         tokens += [
             (float(old[row, c]), float(rollout[row, c]), float(weights[row, c])) for c in picked
         ]
@@ -87,6 +88,7 @@ def naive(old, rollout, mask, weights):
         "weight_min": w.min(),
         "weight_outside": ((w < 0.9) | (w > 1.1)).mean(),
         "weight_ess": 1 / ((w / w.mean()) ** 2).mean(),
+        "weight_sequence_mean": np.mean(sequence_weights),
         "dropped_fraction": (w == 0).mean(),
     }
 
