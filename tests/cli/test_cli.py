@@ -62,7 +62,8 @@ def test_help_imports_no_command() -> None:
 
 
 def test_the_installed_script_is_this_group() -> None:
-    [script] = metadata.entry_points(group="console_scripts", name="flashrl")
+    entries = metadata.distribution("flashrl").entry_points
+    [script] = entries.select(group="console_scripts")
     assert script.load() is cli.main
 
 
