@@ -1,7 +1,7 @@
 """Profiles made from checkpoints and activations, and how far weights have drifted from one.
 
-Everything here reads one tensor at a time, so that a pair of 32B checkpoints needs the memory of a
-few copies of its largest linear weight.
+Everything here reads one tensor at a time, and from a pair of checkpoints a large one some rows at
+a time, so that the memory it needs does not grow with the model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flashrl.core.checkpoints import Checkpoint
+from flashrl.core.matrices import read_matrix
 from flashrl.core.names import LayerRules, canonical
 from flashrl.core.profiles import Profile
 from flashrl.core.quantize import clipped_fraction, compute_scale, dequantize, quantize_into
@@ -80,14 +81,14 @@ def profile_from_checkpoints(
         report(norm)
     for name in order:
         scale = _read_scale(quantized, name, scheme)
-        weight, copy = base.tensor(name), quantized.tensor(name)
-        if weight.shape != copy.shape:
+        shape, copy_shape = base.header(name).shape, quantized.header(name).shape
+        if shape != copy_shape:
             raise ProfileError(
-                f"{name} is {list(weight.shape)} in {base.path}, {list(copy.shape)} in "
-                f"{quantized.path}"
+                f"{name} is {list(shape)} in {base.path}, {list(copy_shape)} in {quantized.path}"
             )
+        weight = read_matrix(base, name)
+        copy = read_matrix(quantized, name, scale=scale, scheme=scheme)
         if scale is not None:
-            copy = dequantize(copy, scale, scheme=scheme)
             scales[name] = scale
         errors = recovery.explain(
             name, weight, copy, source=source_of.get(name), is_source=name in groups

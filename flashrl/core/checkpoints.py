@@ -117,6 +117,26 @@ class Checkpoint:
             # A clone, for what safetensors returns may map the file.
             return tensor.clone()
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read some rows of one tensor, and nothing else of it.
+
+        Args:
+            name: In any spelling.
+            start: The first row.
+            stop: The row after the last.
+
+        Returns:
+            The rows, on the CPU, in their own memory.
+
+        Raises:
+            UnknownNameError: There is none of that name.
+            ProfileError: The file is damaged.
+        """
+        name = self._index.resolve(name)
+        with _open(self.headers[name].file) as tensors:
+            rows: Tensor = tensors.get_slice(name)[start:stop]
+            return rows.clone()
+
     def scale_name(self, name: str) -> str | None:
         """The name on disk of a weight's scale; None for a weight that is not quantized."""
         found = (self._index.find(name + suffix) for suffix in _SCALE_SUFFIXES)

@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from flashrl.core.matrices import Matrix
 from flashrl.errors import ProfileError
 
 __all__ = ["Factor", "Recovery"]
@@ -87,7 +88,7 @@ class Recovery:
         self.factors[name] = Factor(values=ratio, known=known)
 
     def explain(
-        self, name: str, weight: Tensor, copy: Tensor, *, source: str | None, is_source: bool
+        self, name: str, weight: Matrix, copy: Matrix, *, source: str | None, is_source: bool
     ) -> dict[str, float]:
         """Explain a dequantized copy, and learn factors from it.
 
@@ -124,7 +125,7 @@ class Recovery:
 
 
 def _error(
-    weight: Tensor, copy: Tensor, factor: Factor | None = None, rows: Tensor | None = None
+    weight: Matrix, copy: Matrix, factor: Factor | None = None, rows: Tensor | None = None
 ) -> float:
     """Norm of what a factor by column and one by row leave unexplained, relative to the weight."""
     unexplained = total = 0.0
@@ -138,7 +139,7 @@ def _error(
     return math.sqrt(unexplained / total) if total else math.inf if unexplained else 0.0
 
 
-def _fit_rows(weight: Tensor, copy: Tensor, factor: Factor | None) -> Tensor:
+def _fit_rows(weight: Matrix, copy: Matrix, factor: Factor | None) -> Tensor:
     """What the rows of the copy are divided by, by least squares; 1 for a row of zeros."""
     fitted = []
     for part, target, _ in _slices(weight, copy, None):
@@ -151,12 +152,13 @@ def _fit_rows(weight: Tensor, copy: Tensor, factor: Factor | None) -> Tensor:
 
 
 def _slices(
-    weight: Tensor, copy: Tensor, rows: Tensor | None
+    weight: Matrix, copy: Matrix, rows: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Slices of rows, as fresh float32 tensors, and what their weights are divided by."""
     step = max(1, _SLICE_ELEMENTS // max(weight.shape[1], 1))
-    divisor = torch.ones(len(weight)) if rows is None else rows
-    for start in range(0, len(weight), step):
+    num_rows = weight.shape[0]
+    divisor = torch.ones(num_rows) if rows is None else rows
+    for start in range(0, num_rows, step):
         where = slice(start, start + step)
         yield (
             weight[where].to(torch.float32, copy=True),

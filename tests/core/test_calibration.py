@@ -232,6 +232,19 @@ class TestProfileFromCheckpoints:
         with pytest.raises(UnknownNameError, match=f"{extra} .did you mean"):
             profile_from_checkpoints(pair.base, pair.quantized)
 
+    @pytest.mark.parametrize("scheme", ["int8", "fp8_tensor", "fp8_block"])
+    def test_weights_that_stay_on_disk_say_the_same(
+        self, make_pair, scheme: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pair = make_pair(scheme=scheme, smoothing={NORM: factors(64), UP: factors(96)})
+        whole = profile_from_checkpoints(pair.base, pair.quantized)
+        monkeypatch.setattr("flashrl.core.matrices.LARGE", 0)
+        monkeypatch.setattr("flashrl.core.recovery._SLICE_ELEMENTS", 64 * 5)  # 5 rows
+        by_rows = profile_from_checkpoints(pair.base, pair.quantized)
+        assert by_rows.groups == whole.groups
+        for source, factor in whole.smoothing.items():
+            assert torch.allclose(by_rows.smoothing[source], factor, rtol=1e-5)
+
     def test_a_pair_larger_than_memory_never_sits_in_it(self, tmp_path: Path) -> None:
         """Peak memory follows the largest tensor, not the checkpoint."""
         size, num_layers = 1024, 32
