@@ -51,35 +51,34 @@ def train(plan: DemoPlan, *, on_step: StepCallback) -> None:
 def _train_run(plan: DemoPlan, run: DemoRun, writer: RunWriter, on_step: StepCallback) -> None:
     started, cpu_started = time.perf_counter(), time.process_time()
     tokenizer = transformers.AutoTokenizer.from_pretrained(plan.model)
-    engine = _load(plan)
-    with flashrl.attach(engine, scheme=run.scheme) as session:
-        trainer = SessionGRPOTrainer(
-            session=session,
-            correction=run.correction,
-            stop_token_ids=_stop_tokens(tokenizer),
-            model=_load(plan),
-            processing_class=tokenizer,
-            reward_funcs=list(REWARDS),
-            args=_arguments(plan),
-            train_dataset=Dataset.from_list(
-                make_prompts(plan.num_steps * plan.num_prompts, seed=plan.seed)
-            ),
-        )
-        trainer.remove_callback(PrinterCallback)  # stdout is for data
-        recorder = _Recorder(trainer, writer, lambda record: on_step(run, record))
-        trainer.add_callback(recorder)
-        try:
-            trainer.train()
-            session.update_weights(trainer.model.named_parameters())
-            report = session.verify(trainer.model.named_parameters())
-            writer.end["verified_tensors"] = len(report.comparisons)
-        finally:
-            writer.end |= {
-                "seconds": time.perf_counter() - started,
-                "cpu_seconds": time.process_time() - cpu_started,
-                "peak_rss_bytes": _peak_rss_bytes(),
-                "engine": session.describe(),
-            }
+    # Never detached: that would make 16-bit weights once more, of an engine that is thrown away.
+    session = flashrl.attach(_load(plan), scheme=run.scheme)
+    trainer = SessionGRPOTrainer(
+        session=session,
+        correction=run.correction,
+        stop_token_ids=_stop_tokens(tokenizer),
+        model=_load(plan),
+        processing_class=tokenizer,
+        reward_funcs=list(REWARDS),
+        args=_arguments(plan),
+        train_dataset=Dataset.from_list(
+            make_prompts(plan.num_steps * plan.num_prompts, seed=plan.seed)
+        ),
+    )
+    trainer.remove_callback(PrinterCallback)  # stdout is for data
+    trainer.add_callback(_Recorder(trainer, writer, lambda record: on_step(run, record)))
+    try:
+        trainer.train()
+        session.update_weights(trainer.model.named_parameters())
+        report = session.verify(trainer.model.named_parameters())
+        writer.end["verified_tensors"] = len(report.comparisons)
+    finally:
+        writer.end |= {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time() - cpu_started,
+            "peak_rss_bytes": _peak_rss_bytes(),
+            "engine": session.describe(),
+        }
 
 
 class _Recorder(transformers.TrainerCallback):  # type: ignore[misc]

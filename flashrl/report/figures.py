@@ -308,7 +308,7 @@ def _finish(axes: Axes, label: str) -> None:
 
 
 def _legend(axes: Axes, columns: int) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, columnspacing=1.2)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, columnspacing=1.0)
 
 
 def _marked(steps: Sequence[int]) -> dict[str, Any]:

@@ -151,11 +151,11 @@ def _time(_: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Finding]:
     text = f"""Of {spent["total"]:.1f} s a step ({low["title"]}), generating took
         {spent["generate"]:.1f} s, scoring the tokens {spent["score"]:.1f} s and training
         {spent["train"]:.1f} s."""
-    shares = [s["cpu_share"] for s in (plain, low) if s is not None and s["cpu_share"] is not None]
-    if shares and min(shares) < _BUSY_CPU_SHARE:
+    shares = [s["cpu_share"] or 0.0 for s in (plain, low) if s is not None]
+    if 0 < min(shares) < _BUSY_CPU_SHARE:
         text += f""" The machine was busy with other work, and gave a run as little as
             {min(shares):.0%} of the CPU time it asked for: these times say little."""
-    elif plain is not None and plain["seconds_per_step"].get("generate"):
+    elif plain is not None and min(shares) > 0 and plain["seconds_per_step"].get("generate"):
         factor = plain["seconds_per_step"]["generate"] / max(spent["generate"], 1e-9)
         text += f""" Generation ran at {factor:.2f} times the speed of the first run's here; the
             gain of 8 bit is a GPU's, and `flashrl predict` says how large."""

@@ -6,6 +6,8 @@ so that one SVG serves light and dark.
 
 from __future__ import annotations
 
+import html
+import io
 import re
 from typing import TYPE_CHECKING
 
@@ -88,19 +90,15 @@ def render_svg(figure: Figure, *, name: str, label: str) -> str:
         name: Unique on the page; keeps the ids of two figures apart.
         label: Read aloud instead of the picture.
     """
-    import html
-    import io
-
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\s(?:xmlns(?::\w+)?|version|width|height)="[^"]*"', "", svg.split(">", 1)[0]) + (
-        ">" + svg.split(">", 1)[1]
-    )
-    svg = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{name}-", svg).replace("xlink:href", "href")
+    _, _, drawing = buffer.getvalue().partition("<svg")
+    tag, _, content = drawing.partition(">")
+    [view_box] = re.findall(r'viewBox="[^"]*"', tag)
+    content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)
+    content = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", content)
+    content = content.replace("xlink:href", "href")
     for variable, (light, _) in COLORS.items():
-        svg = svg.replace(light, f"var(--{variable})")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+        content = content.replace(light, f"var(--{variable})")
+    return f'<svg role="img" aria-label="{html.escape(label)}" {view_box}>{content}'
