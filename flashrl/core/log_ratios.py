@@ -33,7 +33,7 @@ _MAX_LOG_PROB = 1e-3
 """A log-softmax in float32 may exceed 0 by rounding; more than this is no log-probability."""
 
 # A CPU is fastest while a block stays in its cache; a GPU wants few, large kernels.
-_BLOCK_TOKENS = {"cpu": 2**17}
+_BLOCK_TOKENS = {"cpu": 2**16}
 _BLOCK_TOKENS_ELSEWHERE = 2**23
 
 
