@@ -69,11 +69,10 @@ def _reward(runs: Sequence[Run]) -> Iterator[Panel]:
             axes.axhline(best, color=COLORS["muted"][0], linewidth=1, linestyle=(0, (2, 3)))
             axes.annotate(
                 "best possible",
-                (1, best),
+                (0, best),
                 xycoords=("axes fraction", "data"),
-                xytext=(0, -10),
+                xytext=(4, -10),
                 textcoords="offset points",
-                ha="right",
                 color=COLORS["muted"][0],
                 fontsize=8,
             )

@@ -157,8 +157,8 @@ def _time(_: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Finding]:
             {min(shares):.0%} of the CPU time it asked for: these times say little."""
     elif plain is not None and min(shares) > 0 and plain["seconds_per_step"].get("generate"):
         factor = plain["seconds_per_step"]["generate"] / max(spent["generate"], 1e-9)
-        text += f""" Generation ran at {factor:.2f} times the speed of the first run's here; the
-            gain of 8 bit is a GPU's, and `flashrl predict` says how large."""
+        text += f""" Generation ran at {factor:.2f} times the speed of the first run's here; what to
+            expect of a GPU, `flashrl predict` says."""
     yield f"Pushing and quantizing the weights took {spent['sync']:.2f} s a step.", text
 
 
