@@ -50,11 +50,11 @@ class VLLMAdapter:
         """Keyword arguments for ``vllm.LLM`` or ``vllm.AsyncEngineArgs``.
 
         Raises:
-            UnsupportedError: There is a profile, which this engine does not take.
+            UnsupportedError: The scheme or a profile asks for what this engine does not do.
         """
         from flashrl.engines.vllm.arguments import launch_arguments
 
-        _refuse_profile(profile)
+        _refuse(scheme, profile)
         return launch_arguments(scheme)
 
     def attach(
@@ -63,11 +63,14 @@ class VLLMAdapter:
         """Make a running engine 8-bit in place, or take one that was started so."""
         from flashrl.engines.vllm.attached import AttachedVLLM
 
-        _refuse_profile(profile)
+        _refuse(scheme, profile)
         return AttachedVLLM(engine, scheme)
 
 
-def _refuse_profile(profile: Profile | None) -> None:
+def _refuse(scheme: QuantScheme, profile: Profile | None) -> None:
+    from flashrl.engines.vllm.arguments import refuse_unsupported
+
+    refuse_unsupported(scheme)
     if profile is not None:
         raise UnsupportedError(
             "the vLLM engine computes its scales from the weights and takes no profile; leave it "

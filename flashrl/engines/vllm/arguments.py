@@ -12,7 +12,7 @@ from flashrl.core.config import Config, load_config
 from flashrl.core.schemes import PRESETS, QuantScheme
 from flashrl.errors import ConfigError, UnsupportedError
 
-__all__ = ["configure", "launch_arguments", "scheme_to_dict"]
+__all__ = ["configure", "launch_arguments", "refuse_unsupported", "scheme_to_dict"]
 
 _LOGPROBS_MODE = "processed_logprobs"
 # What an argument holds that nobody gave.
@@ -44,6 +44,25 @@ def scheme_to_dict(scheme: QuantScheme) -> dict[str, Any]:
     """A scheme as a checkpoint's ``quantization_config``, plain values only."""
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in attrs.asdict(scheme).items()}
     return {"quant_method": "flashrl", "scheme": fields}
+
+
+def refuse_unsupported(scheme: QuantScheme) -> None:
+    """Refuse what this engine does not do, rather than leave it out silently.
+
+    Raises:
+        UnsupportedError: Names it.
+    """
+    asked = {
+        "static scales (dynamic: false)": not scheme.dynamic,
+        f"a {scheme.kv_cache} KV cache, whose scales it would not recompute": scheme.kv_cache,
+        "pruning of dead neurons": scheme.prune_dead_neurons,
+    }
+    for what, wanted in asked.items():
+        if wanted:
+            raise UnsupportedError(
+                f"scheme {scheme.name!r} asks for {what}, which the vLLM engine does not do; "
+                "leave it out"
+            )
 
 
 def configure(args: Any) -> None:
@@ -79,6 +98,8 @@ def _wanted(args: Any, config: Config) -> dict[str, Any]:
     rank = args.data_parallel_rank
     several = rank is None and args.data_parallel_size > 1 and len(config.entries) > 1
     entry = config.for_rank(rank or 0)
+    for each in config.entries:
+        refuse_unsupported(each.quant_scheme)
     for profile in {e.profile for e in config.entries} - {None}:
         raise UnsupportedError(
             f"profile {profile}: the vLLM engine computes its scales from the weights and takes no "
