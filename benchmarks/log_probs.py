@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from flashrl.core.log_probs import compute_log_probs, compute_log_probs_from_hidden
+from flashrl.core.log_probs.sampling import process_logits
 from flashrl.core.rollouts import SamplingParams
-from flashrl.core.sampling import process_logits
 
 Scorer = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 

@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 
-from flashrl.core import kernels
-from flashrl.core.quantize import quantize_into
+from flashrl.core.quantize import kernels, quantize_into
 from flashrl.core.schemes import QuantScheme, get_scheme
 
 # gate_up and down of Qwen2.5-7B, gate_up of Qwen2.5-32B, down of Llama-3-70B.

@@ -30,11 +30,11 @@ from safetensors.torch import save_file
 
 import flashrl
 from flashrl.cli import main as flashrl_command
-from flashrl.core.checkpoints import Checkpoint
 from flashrl.core.config import load_config
 from flashrl.core.names import LayerRules
-from flashrl.core.profile_files import load_profile
 from flashrl.core.profiles import Profile
+from flashrl.core.profiles.checkpoints import Checkpoint
+from flashrl.core.profiles.files import load_profile
 from flashrl.core.quantize import compute_scale, quantize_into
 from flashrl.core.schemes import QuantScheme, get_scheme
 from flashrl.demo.model import prepare_model

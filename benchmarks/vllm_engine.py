@@ -176,7 +176,7 @@ def time_flashrl_updates(llm: Any, scheme: str, weights: Any, repeat: int) -> di
 
 def verify_some(session: Any, weights: Any) -> bool:
     """First and last decoder layers against the reference, bit for bit."""
-    from flashrl.core.verify import compare, compute_expected
+    from flashrl.core.updates.verify import compare, compute_expected
 
     infos = session.engine.weights()
     layers = sorted({n.split(".")[2] for n in infos if ".layers." in n}, key=int)

@@ -105,7 +105,7 @@ class VerificationError(FlashRLError, RuntimeError):
 
     Args:
         message: For people.
-        report: The :class:`flashrl.core.verify.VerifyReport` behind it, if one was made.
+        report: The :class:`flashrl.core.updates.verify.VerifyReport` behind it, if one was made.
     """
 
     def __init__(self, message: str, *, report: Any = None) -> None:

@@ -20,7 +20,7 @@ from flashrl.core.interfaces import (
 from flashrl.core.rollouts import Rollout, SamplingParams
 from flashrl.core.schemes import QuantScheme, get_scheme
 from flashrl.core.updates import UpdateLedger
-from flashrl.core.verify import VerifyReport, compare, compute_expected
+from flashrl.core.updates.verify import VerifyReport, compare, compute_expected
 from flashrl.errors import (
     AdapterError,
     ConfigError,

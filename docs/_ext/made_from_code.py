@@ -27,9 +27,9 @@ from flashrl.core import registry
 from flashrl.core.config import Entry
 from flashrl.core.correction import PRESETS as CORRECTIONS
 from flashrl.core.correction import CorrectionConfig
-from flashrl.core.gpus import GPUS
+from flashrl.core.correction.rejection import Filter
 from flashrl.core.interfaces import Capabilities
-from flashrl.core.rejection import Filter
+from flashrl.core.predict.gpus import GPUS
 from flashrl.core.schemes import ALIASES, PRESETS, QuantScheme
 
 COLUMNS = 88  # what a code block shows without a scroll bar

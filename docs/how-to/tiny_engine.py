@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from flashrl.core.assemble import assemble_rollout
 from flashrl.core.interfaces import Capabilities, NamedTensors, Viability, WeightInfo
+from flashrl.core.log_probs.assemble import assemble_rollout
+from flashrl.core.log_probs.sampling import Sample, sample
 from flashrl.core.names import LayerRules
 from flashrl.core.profiles import Profile
 from flashrl.core.quantize import dequantize, quantize_into
 from flashrl.core.rollouts import Rollout, SamplingParams
-from flashrl.core.sampling import Sample, sample
 from flashrl.core.schemes import PRESETS, QuantScheme, get_scheme
 from flashrl.core.updates import load_each
 from flashrl.errors import NonFiniteError, UnsupportedError

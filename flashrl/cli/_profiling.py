@@ -14,8 +14,8 @@ from flashrl.core.schemes import PRESETS
 from flashrl.errors import ProfileError
 
 if TYPE_CHECKING:
-    from flashrl.core.checkpoints import Checkpoint
     from flashrl.core.profiles import Profile
+    from flashrl.core.profiles.checkpoints import Checkpoint
 
 __all__ = ["FUNCTIONS", "ProfileRequest"]
 
@@ -54,7 +54,7 @@ class ProfileRequest:
     static_scales: bool
 
     def __attrs_post_init__(self) -> None:
-        from flashrl.core.profile_files import check_suffix
+        from flashrl.core.profiles.files import check_suffix
 
         if (self.quantized is None) == (self.calibrate is None):
             raise click.UsageError("give a quantized copy with -qm, or prompts with --calibrate")
@@ -84,7 +84,7 @@ class ProfileRequest:
         Raises:
             ProfileError: The format cannot hold it; the message says where it is.
         """
-        from flashrl.core.profile_files import save_profile
+        from flashrl.core.profiles.files import save_profile
 
         assert self.output is not None  # checked above
         try:
@@ -97,8 +97,8 @@ class ProfileRequest:
             raise ProfileError(f"{error}. It was kept as {kept}") from error
 
     def _from_copy(self) -> Profile:
-        from flashrl.core.calibration import profile_from_checkpoints
         from flashrl.core.profiles import Profile
+        from flashrl.core.profiles.calibration import profile_from_checkpoints
 
         copy = _open(self.quantized)
         scheme = copy.weight_scheme()
@@ -115,7 +115,7 @@ class ProfileRequest:
             )
 
     def _from_prompts(self) -> Profile:
-        from flashrl.core.calibration import profile_from_activations
+        from flashrl.core.profiles.calibration import profile_from_activations
         from flashrl.engines.huggingface.calibration import collect_from_prompts, read_prompts
 
         assert self.calibrate is not None  # checked above
@@ -141,7 +141,7 @@ class ProfileRequest:
 
 
 def _open(name: str | None) -> Checkpoint:
-    from flashrl.core.checkpoints import Checkpoint
     from flashrl.core.hub import find_checkpoint
+    from flashrl.core.profiles.checkpoints import Checkpoint
 
     return Checkpoint.open(find_checkpoint(name or ""))

@@ -85,8 +85,8 @@ def _find_faults(config: Config) -> Iterator[str]:
 def _check_profile(entry: Entry) -> None:
     if entry.profile is None:
         return
-    from flashrl.core.checkpoints import Checkpoint
-    from flashrl.core.profile_files import load_profile
+    from flashrl.core.profiles.checkpoints import Checkpoint
+    from flashrl.core.profiles.files import load_profile
 
     scheme = entry.quant_scheme
     profile = load_profile(entry.profile, scheme=scheme.name)

@@ -19,8 +19,8 @@ from flashrl.cli._output import json_option, print_data
 from flashrl.cli._system import InstalledGPU, find_cpu_int8, find_gpus
 from flashrl.core import registry
 from flashrl.core.config import load_config
-from flashrl.core.gpus import get_gpu
 from flashrl.core.predict import predict
+from flashrl.core.predict.gpus import get_gpu
 from flashrl.errors import FlashRLError, UnknownNameError, UnsupportedError
 
 __all__ = ["command"]

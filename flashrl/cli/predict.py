@@ -12,8 +12,8 @@ from rich.text import Text
 
 from flashrl.cli._output import json_option, print_data
 from flashrl.cli._system import find_gpus
-from flashrl.core.gpus import GPU, GPUS, get_gpu
 from flashrl.core.predict import ModelShape, Prediction, Workload, predict
+from flashrl.core.predict.gpus import GPU, GPUS, get_gpu
 from flashrl.core.schemes import PRESETS, get_scheme
 from flashrl.errors import ConfigError, UnsupportedError
 

@@ -98,7 +98,7 @@ def command(ctx: click.Context, /, *, as_json: bool, **options: Any) -> None:
 @json_option
 def show(file: str, as_json: bool) -> None:
     """What a profile holds.  FILE is a path or org/name/file on the hub."""
-    from flashrl.core.profile_files import load_profile
+    from flashrl.core.profiles.files import load_profile
 
     data = {"file": file, **_summarize(load_profile(file))}
     print_data(data, _render(data), as_json=as_json)
@@ -113,9 +113,9 @@ def validate(file: str, model: str | None, as_json: bool) -> None:
 
     Of the model the headers are read.  Exit code 1 if it is not.
     """
-    from flashrl.core.checkpoints import Checkpoint
     from flashrl.core.hub import find_checkpoint, find_file
-    from flashrl.core.profile_files import load_profile
+    from flashrl.core.profiles.checkpoints import Checkpoint
+    from flashrl.core.profiles.files import load_profile
 
     path = find_file(file)
     checkpoint = Checkpoint.open(find_checkpoint(model)) if model else None
@@ -147,8 +147,8 @@ def validate(file: str, model: str | None, as_json: bool) -> None:
 @json_option
 def diff(first: str, second: str, tolerance: float, as_json: bool) -> None:
     """How two profiles differ in what they do to a model; exit code 1 if they do."""
-    from flashrl.core.profile_files import load_profile
-    from flashrl.core.profile_summary import compare_profiles
+    from flashrl.core.profiles.files import load_profile
+    from flashrl.core.profiles.summary import compare_profiles
 
     differences = compare_profiles(load_profile(first), load_profile(second), tolerance=tolerance)
     data = {
@@ -166,7 +166,7 @@ def diff(first: str, second: str, tolerance: float, as_json: bool) -> None:
 
 
 def _summarize(profile: Profile) -> dict[str, Any]:
-    from flashrl.core.profile_summary import summarize_profile
+    from flashrl.core.profiles.summary import summarize_profile
 
     return summarize_profile(profile)
 

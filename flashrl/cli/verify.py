@@ -95,7 +95,7 @@ def _make_tiny_models(folder: str) -> tuple[Path, ...]:
 
 def _run_checks(models: tuple[Path, ...], engine: str, scheme: str) -> Iterator[_Check]:
     import flashrl
-    from flashrl.core.checkpoints import Checkpoint
+    from flashrl.core.profiles.checkpoints import Checkpoint
 
     pushed: dict[str, NamedTensors] = {"A": Checkpoint.open(models[0])}
     pushed["B"] = Checkpoint.open(models[1]) if len(models) == 2 else _WithNoise(pushed["A"])

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flashrl.core.profile_pt import load_profile_pt
 from flashrl.core.profiles import Profile
+from flashrl.core.profiles.pt import load_profile_pt
 from flashrl.testing import make_checkpoint
 
 LAYERS = [f"model.layers.{layer}." for layer in range(2)]
@@ -217,7 +217,8 @@ class TestFromAPair:
         code = (
             "import sys, torch\n"
             "from flashrl.cli import main\n"
-            "import flashrl.cli.profile, flashrl.core.calibration, flashrl.core.profile_files\n"
+            "import flashrl.cli.profile, flashrl.core.profiles.calibration\n"
+            "import flashrl.core.profiles.files\n"
             "def peak():\n"
             "    lines = open('/proc/self/status').read().splitlines()\n"
             "    return next(int(s.split()[1]) for s in lines if s.startswith('VmHWM')) * 1024\n"

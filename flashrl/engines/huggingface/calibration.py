@@ -12,7 +12,7 @@ from flashrl.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flashrl.core.calibration import Progress
+    from flashrl.core.profiles.calibration import Progress
 
 __all__ = ["collect_from_prompts", "read_prompts"]
 
@@ -77,7 +77,7 @@ def collect_from_prompts(
 
     Returns:
         Largest magnitude of each channel, as
-        :func:`~flashrl.core.smoothing.collect_activation_amax` yields.
+        :func:`~flashrl.core.profiles.smoothing.collect_activation_amax` yields.
 
     Raises:
         MissingDependencyError: transformers is not installed.
@@ -91,7 +91,7 @@ def collect_from_prompts(
         ) from error
     import torch
 
-    from flashrl.core.smoothing import collect_activation_amax
+    from flashrl.core.profiles.smoothing import collect_activation_amax
 
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from flashrl.core.interfaces import WeightInfo
 from flashrl.core.names import LayerRules, NameIndex
 from flashrl.core.profiles import Profile
-from flashrl.core.pushes import EXPERT_LAYOUTS, ExpertLayout, split_experts
+from flashrl.core.profiles.smoothing import Smoothing
 from flashrl.core.quantize import dequantize
 from flashrl.core.schemes import QuantScheme
-from flashrl.core.smoothing import Smoothing
-from flashrl.core.verify import make_pruner
+from flashrl.core.updates.pushes import EXPERT_LAYOUTS, ExpertLayout, split_experts
+from flashrl.core.updates.verify import make_pruner
 from flashrl.engines.huggingface.layers import (
     QuantizedExperts,
     QuantizedLinear,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashrl.core.penalties import TokenHistory
+from flashrl.core.log_probs.penalties import TokenHistory
+from flashrl.core.log_probs.sampling import sample
 from flashrl.core.rollouts import Rollout, SamplingParams
-from flashrl.core.sampling import sample
 from flashrl.errors import ShapeError
 
 __all__ = ["generate"]

@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from flashrl.core.products import choose_product
 from flashrl.core.quantize import quantize_into
+from flashrl.core.quantize.products import choose_product
 from flashrl.core.schemes import QuantScheme
 
 __all__ = ["QuantizedExperts", "QuantizedLinear", "is_stacked_experts"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flashrl.core.names import NameIndex
-from flashrl.core.pushes import EXPERT_LAYOUTS, ExpertLayout, checkpoint_tensors
+from flashrl.core.updates.pushes import EXPERT_LAYOUTS, ExpertLayout, checkpoint_tensors
 from flashrl.engines.sglang.slots import Slot, by_alias, find_slots
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
 from flashrl.errors import FlashRLError, WeightUpdateError

@@ -11,8 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from flashrl.core.activations import quantize_activations
 from flashrl.core.quantize import dequantize
+from flashrl.core.quantize.activations import quantize_activations
 from flashrl.core.schemes import QuantScheme
 from flashrl.engines.sglang import cuda
 from flashrl.errors import UnsupportedError

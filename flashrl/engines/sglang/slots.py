@@ -24,8 +24,8 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from flashrl.core.names import FUSED
-from flashrl.core.pushes import EXPERT_LAYOUTS, ExpertLayout
 from flashrl.core.schemes import QuantScheme
+from flashrl.core.updates.pushes import EXPERT_LAYOUTS, ExpertLayout
 from flashrl.engines.sglang import compat
 from flashrl.engines.sglang.storage import QuantizedParameter
 

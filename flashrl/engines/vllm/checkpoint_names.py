@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flashrl.core.checkpoints import Checkpoint
+from flashrl.core.profiles.checkpoints import Checkpoint
 from flashrl.errors import ProfileError
 
 __all__ = ["checkpoint_shapes"]

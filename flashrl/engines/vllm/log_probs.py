@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from flashrl.core.assemble import assemble_rollout, pick_sampled_log_probs
+from flashrl.core.log_probs.assemble import assemble_rollout, pick_sampled_log_probs
 from flashrl.core.rollouts import Rollout, SamplingParams
 from flashrl.errors import RolloutError, UnsupportedError
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashrl.core.activations import quantize_activations
 from flashrl.core.quantize import dequantize
+from flashrl.core.quantize.activations import quantize_activations
 from flashrl.core.schemes import QuantScheme
 from flashrl.engines.vllm import compat
 from flashrl.errors import UnsupportedError
@@ -39,7 +39,8 @@ def choose_product(scheme: QuantScheme, device: torch.device) -> tuple[str, Prod
     _CPU_PRODUCTS[key] = (multiply, scheme)
 
     def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        return _cpu_linear(x, weight, scale, bias, key)
+        result: Tensor = _cpu_linear(x, weight, scale, bias, key)
+        return result
 
     return name, product
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashrl.core.correction import compute
-from flashrl.core.losses import policy_loss
+from flashrl.core.correction.losses import policy_loss
 
 
 def require(name):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashrl.core.correction import CorrectionConfig, get_config
-from flashrl.core.rejection import Filter
+from flashrl.core.correction.rejection import Filter
 
 # What a peer or its dependencies deprecate is theirs to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")

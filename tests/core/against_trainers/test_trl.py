@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashrl.core.correction import CorrectionConfig, compute, get_config
-from flashrl.core.losses import policy_loss
+from flashrl.core.correction.losses import policy_loss
 
 # What a peer or its dependencies deprecate is theirs to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flashrl.core.correction import CorrectionConfig, get_config
-from flashrl.core.losses import aggregate
-from flashrl.core.rejection import Filter
+from flashrl.core.correction.losses import aggregate
+from flashrl.core.correction.rejection import Filter
 
 # What a peer or its dependencies deprecate is theirs to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")

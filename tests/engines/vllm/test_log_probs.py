@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import flashrl
-from flashrl.core.penalties import TokenHistory
+from flashrl.core.log_probs.penalties import TokenHistory
+from flashrl.core.log_probs.sampling import process_logits
 from flashrl.core.rollouts import SamplingParams
-from flashrl.core.sampling import process_logits
 from flashrl.engines.vllm.log_probs import extract_rollout, native_sampling_params
 from flashrl.errors import RolloutError, UnsupportedError
 from flashrl.session import Session
