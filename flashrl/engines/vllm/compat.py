@@ -61,7 +61,9 @@ def cuda_product(scheme: QuantScheme) -> tuple[str, Any]:
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     if scheme.strategy == "block":
-        raise NotImplementedError
+        raise UnsupportedError(
+            f"scheme {scheme.name!r}: scales by blocks run on a CPU only; use fp8_channel on CUDA"
+        )
     shape = GroupShape.PER_TENSOR if scheme.input_strategy == "tensor" else GroupShape.PER_TOKEN
     quantize = QuantFP8(static=False, group_shape=shape)
 

@@ -138,7 +138,7 @@ class FlashRLLinearMethod(LinearMethodBase):  # type: ignore[misc]
         # No parameter, since no checkpoint brings it: vLLM's reload counts parameters.
         layer.weight_scale = storage.scale
         self.storages = (storage,)
-        self.kernel_name, self.product = choose_product(self.scheme, storage.weight.device)
+        self.kernel_name, self.product = choose_product(self.scheme, storage.weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Make sure that the layer's parameters are the storage, whatever was swapped for them."""

@@ -171,8 +171,8 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return self.apply(layer, x, topk_weights, topk_ids)
 
     def _choose_kernel(self, layer: Any) -> None:
-        device = self.storages[0].weight.device
-        if device.type == "cuda":
+        weight = self.storages[0].weight
+        if weight.is_cuda:
             self.kernel_name = "fused_experts"
             self._experts = compat.cuda_experts(self.scheme, layer)
             return
@@ -183,7 +183,7 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"CPU; known: {', '.join(_ACTIVATIONS)}. Add the layer to the scheme's ignore"
             )
         self._activation = _ACTIVATIONS[activation]
-        self.kernel_name, self._product = choose_product(self.scheme, device)
+        self.kernel_name, self._product = choose_product(self.scheme, weight)
         self._experts = self._one_expert_after_another
 
     def _one_expert_after_another(
