@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import attrs
 import torch
 
+from flashrl.core.launchers import Launcher
 from flashrl.core.rollouts import Rollout, SamplingParams
 from flashrl.core.schemes import QuantScheme
 from flashrl.core.viability import Viability
@@ -208,12 +209,30 @@ class TrainerAdapter(Protocol):
         """The entry point's name."""
         ...
 
+    @property
+    def launcher(self) -> Launcher:
+        """How the trainer is started, and how it spells arguments."""
+        ...
+
     def check(self) -> Viability:
         """Look at what is installed; cheap, importing no framework."""
         ...
 
     def overrides(self, scheme: QuantScheme, *, correction: str) -> Mapping[str, Any]:
-        """What the trainer's own launcher takes for a scheme and a correction preset."""
+        """What the trainer's own launcher takes for a scheme and a correction.
+
+        Args:
+            scheme: How rollouts are quantized.
+            correction: A name that :func:`flashrl.trainers.corrections.find` knows.
+
+        Returns:
+            Keys as the launcher spells them, and their values; beside FLASHRL_CONFIG, which
+            ``flashrl run`` sets.
+
+        Raises:
+            UnknownNameError: No correction has that name.
+            UnsupportedError: The trainer cannot do it exactly; the message says what it can.
+        """
         ...
 
     def install(self) -> None:

@@ -1,1 +1,6 @@
-"""One small package a trainer; each adapter is found by its entry point."""
+"""One small package a trainer, found by its entry point, and what they share.
+
+- :mod:`~flashrl.trainers.corrections`: what people call a correction.
+- :mod:`~flashrl.trainers.guards`: what keeps a bad rollout out of a loss.
+- :mod:`~flashrl.trainers.metrics`: one vocabulary for every trainer's log.
+"""
