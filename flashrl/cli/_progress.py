@@ -23,6 +23,9 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
         To be called after each item with how many are done, how many there are, and its name.
     """
     console = stderr_console()
+    if not console.file.isatty():
+        yield lambda done, total, name: None
+        return
     columns = (
         TextColumn(what),
         BarColumn(),
@@ -30,8 +33,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
         TimeRemainingColumn(),
         TextColumn("[dim]{task.description}"),
     )
-    quiet = not console.file.isatty()
-    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
 
         def report(done: int, total: int, name: str) -> None:
