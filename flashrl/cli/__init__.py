@@ -25,6 +25,8 @@ COMMANDS = {
     "verify": "Push weights back and forth, and prove that each reload is right.",
     "predict": "Predict the speed-up and the memory of each scheme for a model on a GPU.",
     "profile": "Make a profile of smoothing factors and scales; show, check, compare profiles.",
+    "overrides": "Print what a trainer's own launcher takes for a scheme and a correction.",
+    "run": "Run a trainer's own launcher with rollouts in 8 bit.",
     "setup": "Write the file that FLASHRL_CONFIG names.",
     "config": "Show or check what FLASHRL_CONFIG, or a file for it, comes to.",
     "cleanup": "Undo what an old install of flash-llm-rl left, and say how to turn FlashRL off.",

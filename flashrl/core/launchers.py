@@ -37,6 +37,8 @@ class HydraSyntax:
     Example:
         >>> HydraSyntax().write({"algorithm.gamma": 1.0, "+extra.name": None, "flag": True})
         ['algorithm.gamma=1.0', '+extra.name=null', 'flag=true']
+        >>> HydraSyntax().write({"bounds": "0.5_5.0"})
+        ["bounds='0.5_5.0'"]
         >>> HydraSyntax().read(["algorithm.gamma=0.9", "++extra.name=x=y"])
         {'algorithm.gamma': '0.9', 'extra.name': 'x=y'}
     """
@@ -160,7 +162,9 @@ def _text(value: Any) -> str:
 def _hydra_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_hydra_text, value))}]"
-    return _text(value)
+    # Hydra reads 0.5_5 as the number 0.55, and what is quoted as text.
+    number_like = isinstance(value, str) and value[:1].isdigit()
+    return f"'{value}'" if number_like else _text(value)
 
 
 def _dash_text(value: Any) -> str:
