@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing would be most of what the import costs
 if TYPE_CHECKING:
+    from typing import Any
+
     from flashrl.session import Session, attach, launch, launch_args
 
 __all__ = ["Session", "__version__", "attach", "launch", "launch_args"]
 __version__ = "0.1.0"
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _SESSION_NAMES = frozenset({"Session", "attach", "launch", "launch_args"})
 _SUBMODULES = frozenset({"cli", "core", "engines", "errors", "session", "testing", "trainers"})
@@ -20,6 +17,8 @@ _SUBMODULES = frozenset({"cli", "core", "engines", "errors", "session", "testing
 
 def __getattr__(name: str) -> Any:
     """Load the public names on first use, so that ``import flashrl`` costs nothing."""
+    import importlib
+
     if name in _SESSION_NAMES:
         return getattr(importlib.import_module("flashrl.session"), name)
     if name in _SUBMODULES:
