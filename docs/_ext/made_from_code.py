@@ -301,7 +301,9 @@ def benchmarks() -> Iterator[nodes.Node]:
 
 
 def _figures(result: Mapping[str, Any], path: str = "") -> Iterator[nodes.Node]:
-    """Plain figures as one table, groups of alike figures as one each."""
+    """Plain figures as one table, groups of alike figures and lists of records as one each."""
+    records = {key: value for key, value in result.items() if _is_records(value)}
+    result = {key: value for key, value in result.items() if key not in records}
     groups = {key: value for key, value in result.items() if isinstance(value, Mapping) and value}
     plain = {key: _figure(value) for key, value in result.items() if key not in groups}
     alike = {key: group for key, group in groups.items() if not _is_nested(group)}
@@ -318,8 +320,28 @@ def _figures(result: Mapping[str, Any], path: str = "") -> Iterator[nodes.Node]:
                 for key, group in alike.items()
             ),
         )
+    for key, rows in records.items():
+        flat = [_flatten(row) for row in rows]
+        columns = list(dict.fromkeys(column for row in flat for column in row))
+        yield nodes.rubric("", f"{path}: {key}".lstrip(": "))
+        yield table(columns, ([_figure(row.get(c)) for c in columns] for row in flat))
     for key in (key for key in groups if key not in alike):
         yield from _figures(groups[key], f"{path}: {key}".lstrip(": "))
+
+
+def _is_records(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
+
+
+def _flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A record without its nested records, and without the samples behind a median."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key} ")
+        elif not key.startswith("all_"):
+            flat[f"{prefix}{key}".replace("_", " ")] = value
+    return flat
 
 
 def _is_nested(group: Mapping[str, Any]) -> bool:
