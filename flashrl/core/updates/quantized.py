@@ -1,6 +1,7 @@
 """Weights quantized before they travel: half the bytes of BF16, and the same bits in the engine.
 
-The names are compressed-tensors': ``X.weight`` in 8 bit, ``X.weight_scale`` in float32, [out, 1].
+The names are compressed-tensors': ``X.weight`` in 8 bit, and ``X.weight_scale`` in float32, one a
+row, a tensor or a block, as the scheme says.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ def quantize_tensors(
         scheme: The engine's.
 
     Yields:
-        For a linear weight its 8-bit values and then its scale, float32 [out, 1], both new tensors.
-        Every other tensor as it came, and so are all of them under a scheme whose scales are
-        blocks or a profile's.  A weight with NaN or infinity comes as it is too, for the engine to
-        refuse it by name.
+        For a linear weight its 8-bit values and then its scale, both new tensors.  Every other
+        tensor as it came, and so are all of them under a scheme with a profile's static scales.  A
+        weight with NaN or infinity comes as it is too, for the engine to refuse it by name.
 
     Raises:
         UnknownNameError: No scheme has that name.
@@ -54,13 +54,15 @@ def quantize_tensors(
     """
     scheme = get_scheme(scheme)
     rules = LayerRules.from_scheme(scheme)
-    by_row = scheme.dynamic and scheme.strategy != "block"
     for name, tensor in named_tensors:
-        if not (by_row and _is_matrix(name, tensor) and rules.matches(normalize(name))):
+        is_linear = _is_matrix(name, tensor) and rules.matches(normalize(name))
+        if not (scheme.dynamic and is_linear):
             yield name, tensor
             continue
         quantized = torch.empty(tensor.shape, dtype=scheme.dtype, device=tensor.device)
-        scale = torch.empty(tensor.shape[0], 1, dtype=torch.float32, device=tensor.device)
+        scale = torch.empty(
+            scheme.scale_shape(tensor.shape), dtype=torch.float32, device=tensor.device
+        )
         try:
             quantize_into(tensor.detach(), quantized, scale, scheme=scheme, name=name)
         except NonFiniteError:

@@ -26,12 +26,13 @@ def by_hand(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
         scaled = (row / scale).clamp(-qmax, qmax)
         values.append((scaled.round() if dtype is torch.int8 else scaled).to(dtype))
         scales.append(scale)
-    return torch.stack([v.view(torch.uint8) for v in values]), torch.stack(scales)[:, None]
+    scale = torch.stack(scales)[:, None] if shared is None else scales[0].view(1)
+    return torch.stack([v.view(torch.uint8) for v in values]), scale
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8_channel", "fp8_tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_linear_weight_travels_as_values_and_row_scales(scheme: str, dtype: torch.dtype) -> None:
+def test_a_linear_weight_travels_as_values_and_scale(scheme: str, dtype: torch.dtype) -> None:
     weight = torch.randn(5, 48).to(dtype)
     weight[2] = 0
     (name, values), (scale_name, scale) = quantize_tensors([(LINEAR, weight)], scheme)
@@ -39,7 +40,7 @@ def test_a_linear_weight_travels_as_values_and_row_scales(scheme: str, dtype: to
     assert (name, scale_name) == (LINEAR, f"{LINEAR}_scale")
     assert values.dtype == get_scheme(scheme).dtype
     assert torch.equal(values.view(torch.uint8), expected_values)
-    assert scale.shape == (5, 1)
+    assert scale.shape == ((5, 1) if scheme != "fp8_tensor" else (1,))
     assert scale.dtype == torch.float32
     assert torch.equal(scale, expected_scale)
 
@@ -81,11 +82,19 @@ def test_what_is_no_matrix_of_floats_travels_as_it_is(name: str, tensor: Tensor)
     assert same is tensor
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8_block"])
-def test_schemes_without_row_scales_leave_everything(scheme: str) -> None:
+@pytest.mark.parametrize("scheme", ["bf16", get_scheme("int8").evolve(dynamic=False)])
+def test_nothing_is_quantized_without_dynamic_scales(scheme: str) -> None:
     weight = torch.randn(4, 8)
     ((_, tensor),) = quantize_tensors([(LINEAR, weight)], scheme)
     assert tensor is weight
+
+
+def test_blocks_have_a_scale_each() -> None:
+    weight = torch.zeros(200, 130)
+    weight[150, 129] = 448.0
+    (_, values), (_, scale) = quantize_tensors([(LINEAR, weight)], "fp8_block")
+    assert scale.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert values[150, 129].float() == 448.0
 
 
 def test_the_schemes_ignore_list_counts_and_names_may_be_wrapped() -> None:
