@@ -17,7 +17,6 @@ import ctypes
 import importlib.metadata
 import inspect
 import io
-import json
 import platform
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from record import record
 
 from flashrl.core import correction
 
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
-    parser.add_argument("--output", type=Path, help="write the JSON here instead of stdout")
+    parser.add_argument("--output", type=Path, help="write the JSON there too")
     parser.add_argument("--peak-of", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.threads:
@@ -217,11 +217,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__} | {name: version(name) for name in CONTENDERS},
         "results": [measure(shape, options.device, options.repeats) for shape in shapes],
     }
-    text = json.dumps(report, indent=2)
-    if options.output:
-        options.output.write_text(text + "\n")
-    else:
-        print(text)
+    record(report, output=options.output)
 
 
 if __name__ == "__main__":

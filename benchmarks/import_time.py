@@ -9,14 +9,14 @@ The goal is under 50 ms.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
+
+from record import record
 
 STATEMENTS = {"interpreter": "pass", "flashrl": "import flashrl", "torch": "import torch"}
 
@@ -32,18 +32,12 @@ def main() -> None:
             times[name].append(start(statement))
     medians = {name: statistics.median(values[1:]) * 1000 for name, values in times.items()}
     result = {
-        "benchmark": "import_time",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
         "python": platform.python_version(),
         "median_ms": {name: round(value, 1) for name, value in medians.items()},
         "import_flashrl_ms": round(medians["flashrl"] - medians["interpreter"], 1),
         "goal_ms": 50,
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
+    record(result, output=args.output)
 
 
 def start(statement: str) -> float:

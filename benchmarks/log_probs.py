@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import record
 
 from flashrl.core.log_probs import compute_log_probs, compute_log_probs_from_hidden
 from flashrl.core.log_probs.sampling import process_logits
@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=50_000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="write the JSON there too")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     report = {
@@ -217,7 +218,7 @@ def main() -> None:
             for name, calls in cases(device, arguments.batch, arguments.length, arguments.vocab)
         },
     }
-    print(json.dumps(report, indent=2))
+    record(report, output=arguments.output)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,15 @@ import argparse
 import functools
 import importlib
 import importlib.metadata
-import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import record
 
 from flashrl.core.quantize import kernels, quantize_into
 from flashrl.core.schemes import QuantScheme, get_scheme
@@ -61,9 +59,6 @@ def main() -> None:
     shapes = args.shape or SHAPES[device.type]
     copy_rate = measure_copy(timer)
     result = {
-        "benchmark": "quantize",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
         "note": args.note,
         "machine": torch.cuda.get_device_name() if timer.cuda else platform.machine(),
         "versions": versions(),
@@ -74,10 +69,7 @@ def main() -> None:
     }
     if timer.cuda:
         result["many"] = measure_many(timer, copy_rate)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
+    record(result, output=args.output)
 
 
 def parse_shape(text: str) -> tuple[int, int]:

@@ -20,12 +20,12 @@ import json
 import resource
 import sys
 import tempfile
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from record import record
 from safetensors.torch import save_file
 
 import flashrl
@@ -170,9 +170,6 @@ def main() -> None:
             base, arguments.text.read_text(), get_scheme(arguments.scheme), arguments.alphas
         )
     report = {
-        "benchmark": "smoothing",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": "python benchmarks/smoothing.py" + "".join(f" {arg}" for arg in sys.argv[1:]),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "model": source.name,
@@ -181,10 +178,7 @@ def main() -> None:
         **found,
         "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
     }
-    text = json.dumps(report, indent=2) + "\n"
-    if arguments.output:
-        arguments.output.write_text(text)
-    print(text, end="")
+    record(report, output=arguments.output)
 
 
 if __name__ == "__main__":
