@@ -27,12 +27,14 @@ class EnvironmentOptions:
         lm_head_fp32: ``FLASHRL_LMHEAD_FP32``; None when it is not set.
         logging_level: ``FLASHRL_LOGGING_LEVEL``, for our logger alone.
         logging_file: ``FLASHRL_LOGGING_FILE``, which gets the log too.
+        quantized_sync: ``FLASHRL_QUANTIZED_SYNC``: a trainer sends weights to its engine in 8 bit.
         test_reload: ``FLASHRL_TEST_RELOAD``, models to load one after the other.
     """
 
     lm_head_fp32: bool | None = None
     logging_level: str = "INFO"
     logging_file: Path | None = None
+    quantized_sync: bool = False
     test_reload: tuple[str, ...] = ()
 
     @classmethod
@@ -60,6 +62,7 @@ class EnvironmentOptions:
             lm_head_fp32=choose("FLASHRL_LMHEAD_FP32", _FLAGS, None),
             logging_level=choose("FLASHRL_LOGGING_LEVEL", _LEVELS, cls().logging_level),
             logging_file=Path(file).expanduser() if file else None,
+            quantized_sync=choose("FLASHRL_QUANTIZED_SYNC", _FLAGS, False),
             test_reload=tuple(model.strip() for model in models if model.strip()),
         )
         if faults:

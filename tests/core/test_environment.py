@@ -13,7 +13,11 @@ from flashrl.errors import ConfigError
 def test_nothing_set_gives_the_defaults() -> None:
     options = EnvironmentOptions.from_environ({})
     assert options == EnvironmentOptions(
-        lm_head_fp32=None, logging_level="INFO", logging_file=None, test_reload=()
+        lm_head_fp32=None,
+        logging_level="INFO",
+        logging_file=None,
+        quantized_sync=False,
+        test_reload=(),
     )
 
 
@@ -38,11 +42,13 @@ def test_the_rest_is_read() -> None:
         {
             "FLASHRL_LOGGING_LEVEL": "debug",
             "FLASHRL_LOGGING_FILE": "~/flashrl.log",
+            "FLASHRL_QUANTIZED_SYNC": "yes",
             "FLASHRL_TEST_RELOAD": "org/a, org/b,",
         }
     )
     assert options.logging_level == "DEBUG"
     assert options.logging_file == Path.home() / "flashrl.log"
+    assert options.quantized_sync
     assert options.test_reload == ("org/a", "org/b")
 
 

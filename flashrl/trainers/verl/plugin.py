@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashrl.trainers.patches import Patches
-from flashrl.trainers.verl import correction, environment, replica, trainer
+from flashrl.trainers.verl import correction, environment, logs, replica, sender, trainer
 
 __all__ = ["PATCHES", "install", "uninstall"]
 
@@ -51,6 +51,12 @@ def _choose_replicas_entry(patches: Patches, module: Any) -> None:
             patches.replace(cls, "__init__", replica.configured(cls.__init__))
 
 
+def _send_quantized(patches: Patches, module: Any) -> None:
+    """Send weights in 8 bit where FLASHRL_QUANTIZED_SYNC asks for it."""
+    cls = module.ServerAdapter
+    patches.replace(cls, "update_weights", sender.quantized(cls.update_weights))
+
+
 PATCHES = Patches(
     {
         "verl.trainer.constants_ppo": _carry_environment,
@@ -58,15 +64,18 @@ PATCHES = Patches(
         "verl.trainer.ppo.v1.trainer_base": _extend_trainer,
         "verl.workers.rollout.vllm_rollout.vllm_async_server": _choose_replicas_entry,
         "verl.workers.rollout.sglang_rollout.async_sglang_server": _choose_replicas_entry,
+        "verl.workers.rollout.vllm_rollout.vllm_rollout": _send_quantized,
     }
 )
 
 
 def install() -> None:
     """Wrap these functions in this process, now or when they are imported; idempotent."""
+    logs.speak()
     PATCHES.install()
 
 
 def uninstall() -> None:
     """Put verl's own functions back."""
     PATCHES.uninstall()
+    logs.fall_silent()

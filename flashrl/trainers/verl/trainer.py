@@ -49,9 +49,25 @@ def prepare(config: Any, flashrl: Config) -> None:
         for key, value in write_options(named[0]).items():
             OmegaConf.update(config, key.lstrip("+"), value, force_add=True)
         section = OmegaConf.select(config, SECTION)
+    _check_bypass(section, config.actor_rollout_ref.actor.policy_loss.loss_mode)
     guards.check_correction(
         schemes_of(flashrl), corrected=is_on(section), remedy=f"{SECTION}.rollout_is=token"
     )
+
+
+def _check_bypass(section: Mapping[str, Any], loss_mode: str) -> None:
+    """Warn once of options that verl's V1 trainer does not read in bypass mode."""
+    if not section.get("bypass_mode") or loss_mode == "bypass_mode":
+        return
+    options = {"loss_type": "ppo_clip", "rollout_is": None, "rollout_rs": None}
+    ignored = [f"{k}={section.get(k)}" for k, v in options.items() if section.get(k, v) != v]
+    if ignored:
+        guards.warn_once(
+            "bypass options",
+            f"{SECTION}.bypass_mode is on, and this trainer then ignores {', '.join(ignored)}, "
+            "unless policy_loss.loss_mode is bypass_mode and policy_loss.rollout_correction has "
+            "them too",
+        )
 
 
 def schemes_of(flashrl: Config) -> list[QuantScheme]:

@@ -1,0 +1,43 @@
+"""Warnings that stay audible in verl's processes.
+
+Importing vLLM's server there raises the root logger to ERROR.  verl keeps its own logger out of
+that by a handler of its own; ours does the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from flashrl.core.environment import EnvironmentOptions
+
+__all__ = ["fall_silent", "speak"]
+
+_logger = logging.getLogger("flashrl")
+_handlers: list[logging.Handler] = []
+
+
+def speak() -> None:
+    """Send our warnings to stderr whatever happens to the root logger; idempotent.
+
+    FLASHRL_LOGGING_LEVEL, if it is set, says from which level on.
+    """
+    if _handlers or any(not isinstance(h, logging.NullHandler) for h in _logger.handlers):
+        return
+    asked = os.environ.get("FLASHRL_LOGGING_LEVEL", "").strip()
+    level = EnvironmentOptions.from_environ().logging_level if asked else "WARNING"
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(level)
+    _logger.propagate = False
+    _handlers.append(handler)
+
+
+def fall_silent() -> None:
+    """Undo :func:`speak`."""
+    while _handlers:
+        _logger.removeHandler(_handlers.pop())
+        _logger.setLevel(logging.NOTSET)
+        _logger.propagate = True
