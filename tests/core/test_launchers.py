@@ -30,9 +30,9 @@ def test_every_argument_that_says_otherwise_is_named() -> None:
 
 
 def test_bounds_that_read_as_one_number_are_told_apart() -> None:
-    """``0.5_5.0`` is the number 0.55 to Python, and two bounds to verl."""
-    with pytest.raises(ConfigError, match=r"k is 0\.55, and 0\.5_5\.0 is needed"):
-        Launcher().complete(["k=0.55"], {"k": "0.5_5.0"})
+    """``0.5_5`` is the number 0.55 to Python, and two bounds to verl."""
+    with pytest.raises(ConfigError, match=r"k is 0\.55, and 0\.5_5 is needed"):
+        Launcher().complete(["k=0.55"], {"k": "0.5_5"})
 
 
 def test_hydra_reads_the_last_of_a_key_and_no_other_arguments() -> None:

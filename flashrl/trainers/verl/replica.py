@@ -2,13 +2,14 @@
 
 verl starts one engine a replica, each of which would take itself for data-parallel rank 0.  So the
 process that starts replica r gets a configuration whose first entry is that of the replica's first
-rank, before the engine reads it.
+rank, before the engine reads it.  An engine of a reward model or a teacher gets none.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, MutableMapping
@@ -19,7 +20,7 @@ import attrs
 
 from flashrl.core.config import Config, load_config
 
-__all__ = ["configure", "configured", "rotate"]
+__all__ = ["configure", "configured", "rotate", "serves_policy"]
 
 
 def rotate(config: Config, replica_rank: int, *, ranks_per_replica: int = 1) -> Config:
@@ -60,12 +61,32 @@ def configure(
 
 def configured(init: Callable[..., None]) -> Callable[..., None]:
     """``__init__`` of the process that starts a replica's engine."""
+    signature = inspect.signature(init)
 
     @functools.wraps(init)
     def with_entry(self: Any, *args: Any, **kwargs: Any) -> None:
-        rollout = kwargs.get("config", args[0] if args else None)
-        ranks = int(getattr(rollout, "data_parallel_size", 1) or 1)
-        configure(int(kwargs["replica_rank"]), ranks_per_replica=ranks)
+        given = signature.bind(self, *args, **kwargs).arguments
+        if serves_policy(_actor_name()):
+            ranks = int(getattr(given["config"], "data_parallel_size", 1) or 1)
+            configure(int(given["replica_rank"]), ranks_per_replica=ranks)
+        else:
+            os.environ.pop("FLASHRL_CONFIG", None)
         init(self, *args, **kwargs)
 
     return with_entry
+
+
+def serves_policy(actor_name: str) -> bool:
+    """Whether a server's engine generates rollouts; by the name that verl gives its actor.
+
+    Example:
+        >>> serves_policy("vllm_server_0_0"), serves_policy("vllm_server_reward_0_0")
+        (True, False)
+    """
+    return not any(part in actor_name for part in ("server_reward_", "server_teacher_"))
+
+
+def _actor_name() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_actor_name() or "")

@@ -1,0 +1,110 @@
+"""verl's trainer, unchanged, with rollouts in 8 bit: two runs, and what they left behind."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flashrl.core.quantize import quantize_into
+from flashrl.core.schemes import get_scheme
+from flashrl.trainers.metrics import METRICS
+
+# q, k, v, o, gate, up and down of two layers.
+LINEARS = {
+    f"model.layers.{layer}.{part}_proj.weight"
+    for layer in range(2)
+    for part in (*(f"self_attn.{p}" for p in "qkvo"), "mlp.gate", "mlp.up", "mlp.down")
+}
+RUNS = {"int8": ("int8_run", 0), "fp8_channel": ("hybrid_run", 0), "bf16": ("hybrid_run", 1)}
+
+
+@pytest.fixture(params=list(RUNS))
+def case(request: pytest.FixtureRequest) -> tuple[Any, int, str]:
+    """A run, a replica in it, and the scheme of that."""
+    run, replica = RUNS[request.param]
+    return request.getfixturevalue(run), replica, request.param
+
+
+@pytest.fixture(params=["int8_run", "hybrid_run"])
+def run(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def test_every_sync_quantizes_every_linear(case: tuple[Any, int, str]) -> None:
+    run, replica, scheme = case
+    engines = run.engines(replica)
+    assert len(engines) == run.num_steps + 1  # one sync before the first step
+    for engine in engines:
+        quantized = {n for n in LINEARS if engine.stored[n].dtype == get_scheme(scheme).dtype}
+        assert quantized == engine.scales.keys() == (LINEARS if scheme != "bf16" else set())
+    for before, after in itertools.pairwise(engines):
+        changed = {n for n in LINEARS if not same(before.stored[n], after.stored[n])}
+        assert changed == LINEARS
+
+
+def test_after_every_sync_the_engine_holds_the_trainers_weights(
+    case: tuple[Any, int, str],
+) -> None:
+    """Against the trainer's own checkpoints, whose weights never went through a sync."""
+    run, replica, scheme = case
+    for step, engine in enumerate(run.engines(replica)):
+        saved = run.trainer_weights(step)
+        assert saved.keys() == engine.stored.keys()
+        for name, tensor in saved.items():
+            if name not in engine.scales:
+                assert torch.equal(engine.stored[name], tensor.to(torch.bfloat16)), (step, name)
+                continue
+            chosen = get_scheme(scheme)
+            quantized = torch.empty(tensor.shape, dtype=chosen.dtype)
+            scale = torch.empty(chosen.scale_shape(tensor.shape))
+            quantize_into(tensor, quantized, scale, scheme=chosen)
+            assert torch.equal(engine.scales[name], scale), (step, name)
+            assert same(engine.stored[name], quantized), (step, name)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit; torch cannot compare FP8."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_the_mismatch_is_small_finite_and_in_both_logs(run: Any) -> None:
+    for name in (*METRICS, "num_unusable", "update_ms", "version_lag"):
+        values = run.scalars(f"flashrl/{name}")
+        assert len(values) == run.num_steps
+        assert all(map(math.isfinite, values))
+        assert run.console(f"flashrl/{name}") == pytest.approx(values, rel=1e-5, abs=1e-9)
+    assert run.scalars("flashrl/ratio_mean") == pytest.approx([1.0] * run.num_steps, abs=0.05)
+    assert all(0 < value < 0.05 for value in run.scalars("flashrl/kl"))
+    assert all(value > 0 for value in run.scalars("flashrl/update_ms"))
+    assert run.scalars("flashrl/version_lag") == [0.0] * run.num_steps
+    assert all(map(math.isfinite, run.scalars("actor/grad_norm")))
+
+
+def test_metrics_equal_what_verl_measures_itself(int8_run: Any) -> None:
+    for ours, verls in (("kl", "k3_kl"), ("ess", "rollout_is_eff_sample_size")):
+        assert int8_run.scalars(f"flashrl/{ours}") == pytest.approx(
+            int8_run.scalars(f"rollout_corr/{verls}"), rel=1e-2, abs=1e-5
+        )
+    assert int8_run.scalars("flashrl/num_unusable") == [0.0] * int8_run.num_steps
+    assert int8_run.scalars("flashrl/scheme/int8") == [1.0] * int8_run.num_steps
+
+
+def test_replicas_generate_in_schemes_of_their_own(hybrid_run: Any) -> None:
+    for scheme in ("fp8_channel", "bf16"):
+        assert hybrid_run.scalars(f"flashrl/scheme/{scheme}") == [0.5] * hybrid_run.num_steps
+
+
+def test_a_step_survives_a_nan(hybrid_run: Any) -> None:
+    """verl multiplies a NaN by a weight of 0, which is NaN in the gradient."""
+    assert hybrid_run.scalars("flashrl/num_unusable") == [0.0, 2.0, 0.0, 0.0]  # one a replica
+    assert hybrid_run.log.count("log-probabilities are missing: 2 of") == 1
+
+
+def test_a_correction_that_verl_lacks_is_used(hybrid_run: Any) -> None:
+    """Adaptive importance sampling weighs little at a small mismatch; verl itself measures none."""
+    assert "rollout_corr/rollout_is_mean" not in hybrid_run.log
+    assert hybrid_run.console("flashrl/ess") == pytest.approx([1.0] * 4, abs=0.05)
