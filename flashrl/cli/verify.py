@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,6 +58,7 @@ def command(models: tuple[Path, ...], engine: str, scheme: str, as_json: bool) -
 
     With one model, B is A with noise; with none, both are tiny and random.
     """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # there is one already
     if len(models) > 2:
         raise click.UsageError("at most two models: the engine's own, and the one to push")
     with ExitStack() as stack:
