@@ -12,7 +12,9 @@ from flashrl.cli._output import json_option, print_data
 from flashrl.core.registry import TRAINERS, get_adapter
 from flashrl.core.schemes import get_scheme, scheme_names
 
-__all__ = ["command", "correction_option", "scheme_option"]
+__all__ = ["DEFAULT_CORRECTION", "command", "correction_option", "scheme_option"]
+
+DEFAULT_CORRECTION = "tis"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,10 +30,8 @@ def correction_option(command: F) -> F:
     """Their ``--correction``."""
     return click.option(
         "--correction",
-        default="tis",
-        show_default=True,
         metavar="NAME",
-        help="What corrects for it: tis, icepop, off, or a preset's name.",
+        help="What corrects for it: tis (the default), icepop, off, or a preset's name.",
     )(command)
 
 
@@ -40,7 +40,7 @@ def correction_option(command: F) -> F:
 @scheme_option
 @correction_option
 @json_option
-def command(trainer: str, scheme: str | None, correction: str, as_json: bool) -> None:
+def command(trainer: str, scheme: str | None, correction: str | None, as_json: bool) -> None:
     r"""What a trainer's own launcher takes for a scheme and a correction.
 
     \b
@@ -50,7 +50,7 @@ def command(trainer: str, scheme: str | None, correction: str, as_json: bool) ->
     One argument a line.  The scheme itself is said by FLASHRL_CONFIG.
     """
     adapter = get_adapter(TRAINERS, trainer)
-    chosen = get_scheme(scheme or "int8")
+    chosen, correction = get_scheme(scheme or "int8"), correction or DEFAULT_CORRECTION
     overrides = dict(adapter.overrides(chosen, correction=correction))
     arguments = adapter.launcher.syntax.write(overrides)
     data = {

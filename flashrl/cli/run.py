@@ -12,7 +12,7 @@ import click
 from rich.text import Text
 
 from flashrl.cli._output import json_option, stderr_console
-from flashrl.cli.overrides import correction_option, scheme_option
+from flashrl.cli.overrides import DEFAULT_CORRECTION, correction_option, scheme_option
 from flashrl.core.config import load_config
 from flashrl.core.interfaces import TrainerAdapter
 from flashrl.core.registry import TRAINERS, get_adapter
@@ -31,7 +31,7 @@ __all__ = ["command"]
 def command(
     trainer: str,
     scheme: str | None,
-    correction: str,
+    correction: str | None,
     dry_run: bool,
     arguments: tuple[str, ...],
     as_json: bool,
@@ -47,9 +47,9 @@ def command(
     """
     adapter: TrainerAdapter = get_adapter(TRAINERS, trainer)
     name = _choose_config(scheme, os.environ)
-    config = load_config(name)
-    for entry in config.entries:
-        overrides = adapter.overrides(entry.quant_scheme, correction=correction)
+    entry = load_config(name).for_rank(0)
+    correction = correction or entry.correction or DEFAULT_CORRECTION
+    overrides = adapter.overrides(entry.quant_scheme, correction=correction)
     complete = adapter.launcher.complete(arguments, overrides)
     argv = [sys.executable, *adapter.launcher.command, *complete]
     if dry_run or as_json:

@@ -99,8 +99,7 @@ def screen(
     """
     if rollout_log_probs is None:
         raise RolloutError(
-            "the rollout brought no log-probabilities; ask the engine for those of the sampled "
-            "tokens (verl: actor_rollout_ref.rollout.calculate_log_probs=True)"
+            "the rollout brought no log-probabilities; ask the engine for the sampled tokens'"
         )
     for name, tensor in (
         ("rollout_log_probs", rollout_log_probs),

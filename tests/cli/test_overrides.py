@@ -85,14 +85,17 @@ def test_conflicts_are_all_named_and_nothing_starts(flashrl: Any, executed: list
     assert not executed
 
 
-def test_the_variable_stands_for_the_scheme(
+def test_the_variable_stands_for_the_scheme_and_the_correction(
     flashrl: Any, executed: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "hybrid.yaml"
-    file.write_text("configs: [{fn: int8}, {fn: bf16}]")
+    file.write_text("configs: [{fn: int8, correction: flashrl_c8}, {fn: bf16}]")
     monkeypatch.setenv("FLASHRL_CONFIG", str(file))
     assert flashrl("run", "verl").exit_code == 0
     assert executed[0][2]["FLASHRL_CONFIG"] == str(file)
+    assert f"{SECTION}.rollout_is_threshold=8.0" in executed[0][1]
+    assert flashrl("run", "verl", "--correction", "off").exit_code == 0
+    assert f"{SECTION}.rollout_is=null" in executed[1][1]
     result = flashrl("run", "verl", "--scheme", "int8")
     assert result.exit_code == 2
     assert "--scheme is int8, and FLASHRL_CONFIG is" in result.stderr

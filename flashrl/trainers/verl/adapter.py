@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,8 @@ class VerlAdapter:
         except metadata.PackageNotFoundError:
             return Viability(ok=False, reason="verl is not installed; pip install 'flashrl[verl]'")
         versions = {"verl": version}
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        found = re.match(r"(\d+)\.(\d+)", version)
+        if found is None or tuple(map(int, found.groups())) < _OLDEST:
             reason = f"verl {version} has no plug-ins; 0.9 or newer is needed"
             return Viability(ok=False, reason=reason, versions=versions)
         policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -132,9 +133,18 @@ class Run:
 
     def engines(self, replica: int) -> list[Engine]:
         """A replica's engine after each sync."""
-        files = sorted((self.folder / "observed" / f"replica-{replica}").iterdir())
+        files = sorted((self.folder / "observed" / f"replica-{replica}").glob("sync-*"))
         num_tokens = len(self.trainer_weights(0)["lm_head.weight"])
         return [Engine.read(file, num_tokens) for file in files]
+
+    def received(self, replica: int) -> list[dict[str, tuple[str, int]]]:
+        """Type and bytes of each tensor that a replica got, sync by sync."""
+        syncs: list[dict[str, tuple[str, int]]] = [{} for _ in range(self.num_steps + 1)]
+        file = self.folder / "observed" / f"replica-{replica}" / "received.jsonl"
+        for row in map(json.loads, file.read_text().splitlines()):
+            sync, name, dtype, num_bytes = row
+            syncs[sync][name] = dtype, num_bytes
+        return syncs
 
     def trainer_weights(self, step: int) -> dict[str, torch.Tensor]:
         """The trainer's weights after a step, as it saved them itself; step 0 is the start."""

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from flashrl.core.config import Config
 from flashrl.core.correction import compute
 from flashrl.core.correction.losses import policy_loss
 from flashrl.core.launchers import HydraSyntax
-from flashrl.errors import ConfigError, RolloutError
+from flashrl.errors import ConfigError
 from flashrl.trainers import corrections, guards
 from flashrl.trainers.verl.options import OWN_KEY, is_on, read_options, write_options
 
@@ -225,16 +224,6 @@ def test_a_batch_that_verl_rejects_whole_gives_no_gradient(correct: Any) -> None
     assert loss.item() == 0.0
     assert not gradient.any()
     assert metrics["flashrl/frac_dropped"] == 1.0
-
-
-def test_a_rollout_without_log_probs_is_an_error(correct: Any) -> None:
-    batch = Batch().proto()
-    batch.batch.set("rollout_log_probs", torch.zeros(6, 8).expand(6, 8)[:, :1].expand(6, 9) * 0)
-    tensors: dict[str, Tensor | None] = dict(batch.batch.items())
-    tensors["rollout_log_probs"] = None
-    batch.batch = tensors
-    with pytest.raises(RolloutError, match=r"calculate_log_probs=True"):
-        correct(batch, {})
 
 
 class TestPreparation:

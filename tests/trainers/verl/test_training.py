@@ -71,6 +71,13 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def test_weights_travel_as_the_trainer_holds_them_unless_asked(hybrid_run: Any) -> None:
+    for replica in range(2):
+        for sync in hybrid_run.received(replica):
+            assert sync.keys() == hybrid_run.trainer_weights(0).keys()
+            assert {dtype for dtype, _ in sync.values()} == {"torch.float32"}
+
+
 def test_the_mismatch_is_small_finite_and_in_both_logs(run: Any) -> None:
     for name in (*METRICS, "num_unusable", "update_ms", "version_lag"):
         values = run.scalars(f"flashrl/{name}")

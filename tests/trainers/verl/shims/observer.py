@@ -1,12 +1,12 @@
-"""Writes down what verl's engines hold after every sync; spoils one log-probability if asked.
+"""Writes down what verl's engines get and hold; spoils one log-probability if asked.
 
 verl imports it by VERL_USE_EXTERNAL_MODULES, in every process.  OBSERVED names a folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,19 @@ from safetensors.torch import save_file
 
 from flashrl.trainers.patches import Patches
 
-syncs: Counter[str] = Counter()
+syncs = 0
+
+
+def observed() -> Path:
+    """The folder of this process's replica."""
+    folder = Path(os.environ["OBSERVED"]) / f"replica-{os.environ['VERL_REPLICA_RANK']}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def dump_engine(worker: Any) -> None:
     """Every weight of an engine as it holds it, and the scales of those that have one."""
-    replica = os.environ["VERL_REPLICA_RANK"]
-    folder = Path(os.environ["OBSERVED"]) / f"replica-{replica}"
-    folder.mkdir(parents=True, exist_ok=True)
+    global syncs
     model = worker.get_model()
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
@@ -29,8 +34,8 @@ def dump_engine(worker: Any) -> None:
         if scale is not None:
             tensors[f"{name}.weight_scale"] = scale.data
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / f"sync-{syncs[replica]}.safetensors")
-    syncs[replica] += 1
+    save_file(contiguous, observed() / f"sync-{syncs}.safetensors")
+    syncs += 1
 
 
 def after_each_sync(patches: Patches, module: Any) -> None:
@@ -43,6 +48,24 @@ def after_each_sync(patches: Patches, module: Any) -> None:
         dump_engine(self)
 
     patches.replace(cls, "update_weights_from_ipc", update_weights_from_ipc)
+
+
+def at_each_bucket(patches: Patches, module: Any) -> None:
+    """Note name, type and bytes of each tensor that comes out of verl's buckets."""
+    cls = module.BucketedWeightReceiver
+    receive = cls.receive_weights
+
+    def receive_weights(self: Any, on_bucket_received: Any) -> None:
+        def note(weights: Any, is_last: bool) -> None:
+            with (observed() / "received.jsonl").open("a") as file:
+                for name, tensor in weights:
+                    row = [syncs, name, str(tensor.dtype), tensor.nbytes]
+                    file.write(json.dumps(row) + "\n")
+            on_bucket_received(weights, is_last)
+
+        receive(self, note)
+
+    patches.replace(cls, "receive_weights", receive_weights)
 
 
 def spoil_one_token(patches: Patches, module: Any) -> None:
@@ -61,7 +84,10 @@ def spoil_one_token(patches: Patches, module: Any) -> None:
     patches.replace(cls, "generate", generate_and_spoil)
 
 
-changes = {"verl.workers.rollout.vllm_rollout.utils": after_each_sync}
+changes = {
+    "verl.workers.rollout.vllm_rollout.utils": after_each_sync,
+    "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer": at_each_bucket,
+}
 if os.environ.get("SPOIL_ONE_TOKEN"):
     changes["verl.workers.rollout.vllm_rollout.vllm_async_server"] = spoil_one_token
 Patches(changes).install()
