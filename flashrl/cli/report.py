@@ -26,7 +26,11 @@ __all__ = ["command", "draw", "show"]
 )
 @json_option
 def command(run_dir: Path, output: Path | None, as_json: bool) -> None:
-    """Draw the runs that RUN_DIR holds as one self-contained HTML file, and PNGs."""
+    """Draw the runs that RUN_DIR holds as one self-contained HTML file, and PNGs.
+
+    They are what `flashrl demo` wrote, or what verl, OpenRLHF or TRL logged for TensorBoard, one
+    run a folder.
+    """
     show(draw(run_dir, output or run_dir), as_json=as_json)
 
 

@@ -57,7 +57,7 @@ def _unfinished(_: Sequence[Run], summaries: Sequence[Summary]) -> Iterator[Find
     parts = [
         f"{s['title']} {s['status']} after {s['steps_done']} of {s['steps_planned'] or '?'} steps"
         for s in summaries
-        if s["status"] != "complete"
+        if s["status"] not in ("complete", "logged")
     ]
     if parts:
         yield "This report is partial.", f"{'; '.join(parts)}."

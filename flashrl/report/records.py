@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import attrs
 
 from flashrl.errors import ConfigError
 
-__all__ = ["JsonLinesReader", "Run", "RunReader", "RunWriter", "read_runs"]
+__all__ = ["RUN_PATTERN", "JsonLinesReader", "Run", "RunWriter"]
 
-_PATTERN = "run-*.jsonl"
+RUN_PATTERN = "run-*.jsonl"
 _COMPLETE = "complete"
 
 
@@ -51,7 +51,10 @@ class Run:
 
     @property
     def status(self) -> str:
-        """``"complete"``, ``"interrupted"``, ``"failed"``, or ``"cut off"`` without an end."""
+        """``"complete"``, ``"interrupted"``, ``"failed"``, or ``"cut off"`` without an end.
+
+        ``"logged"`` is a run from a log that does not say.
+        """
         return str(self.end.get("status", "cut off"))
 
     @property
@@ -71,14 +74,6 @@ class Run:
     def values(self, metric: str) -> list[float]:
         """A metric's finite values, step by step."""
         return self.series(metric)[1]
-
-
-class RunReader(Protocol):
-    """Finds runs in a folder, in a format of its own."""
-
-    def read(self, folder: Path) -> Iterator[Run]:
-        """The runs it finds, in the order to show them; none if there are none."""
-        ...
 
 
 class RunWriter:
@@ -137,31 +132,8 @@ class JsonLinesReader:
 
     def read(self, folder: Path) -> Iterator[Run]:
         """Every ``run-*.jsonl``, in the order of the runs."""
-        runs = [_parse(path) for path in sorted(folder.glob(_PATTERN))]
+        runs = [_parse(path) for path in sorted(folder.glob(RUN_PATTERN))]
         yield from sorted(runs, key=lambda run: int(run.facts.get("order", 0)))
-
-
-def read_runs(folder: Path, *, readers: Sequence[RunReader] = (JsonLinesReader(),)) -> list[Run]:
-    """Every run in a folder.
-
-    Args:
-        folder: Where a demo or a trainer wrote.
-        readers: The formats to look for.
-
-    Returns:
-        The runs, in the order to show them.
-
-    Raises:
-        ConfigError: There is no such folder, no run in it, or a file of it is damaged.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give the one that a run wrote to")
-    runs = [run for reader in readers for run in reader.read(folder)]
-    if not runs:
-        raise ConfigError(
-            f"{folder} holds no run ({_PATTERN}); `flashrl demo --output {folder}` writes some"
-        )
-    return runs
 
 
 def _parse(path: Path) -> Run:
