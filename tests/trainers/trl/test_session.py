@@ -273,10 +273,10 @@ def test_what_it_does_not_do_is_refused_all_at_once(checkpoint: Checkpoint, tmp_
         make_trainer(
             checkpoint,
             tmp_path,
-            options={"correction": "bypass", "rollout_func": print},
+            options={"correction": "prime_rl_dppo_tv", "rollout_func": print},
             generation_kwargs={"num_beams": 2},
             use_vllm=True,
             loss_type="vespo",
         )
-    for part in ("bypass", "rollout_func", "generation_kwargs", "use_vllm", "vespo"):
+    for part in ("policy_gradient", "rollout_func", "generation_kwargs", "use_vllm", "vespo"):
         assert part in str(refused.value)

@@ -1,7 +1,8 @@
-"""Warnings that stay audible in verl's processes.
+"""Warnings that stay audible in processes that a trainer starts.
 
-Importing vLLM's server there raises the root logger to ERROR.  verl keeps its own logger out of
-that by a handler of its own; ours does the same.
+The package is silent until asked, and in these processes nobody asks: no handler is set up, and
+importing vLLM's server raises the root logger to ERROR.  A guard that nobody hears would be none,
+so our logger gets a handler of its own there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def speak() -> None:
 
     FLASHRL_LOGGING_LEVEL, if it is set, says from which level on.
     """
-    if _handlers or any(not isinstance(h, logging.NullHandler) for h in _logger.handlers):
+    if any(not isinstance(handler, logging.NullHandler) for handler in _logger.handlers):
         return
     asked = os.environ.get("FLASHRL_LOGGING_LEVEL", "").strip()
     level = EnvironmentOptions.from_environ().logging_level if asked else "WARNING"

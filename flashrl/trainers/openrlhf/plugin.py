@@ -1,0 +1,85 @@
+"""What is added to OpenRLHF, and where: the one table of everything that is changed in it.
+
+OpenRLHF has no plug-ins.  vLLM has, and calls :func:`register` in the process that generates,
+however the trainer was started.  The other processes are ours only if ``python -m
+flashrl.trainers.openrlhf`` starts them.
+
+Only plain classes are changed: Ray copies the methods of an actor's class as soon as it is defined.
+Written for OpenRLHF 0.11.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashrl.core.config import load_config
+from flashrl.trainers import logs
+from flashrl.trainers.openrlhf import actor, batch, loss, options, rollouts
+from flashrl.trainers.patches import Patches
+
+__all__ = ["PATCHES", "install", "register", "uninstall"]
+
+
+def _guard_rollouts(patches: Patches, module: Any) -> None:
+    """Make tokens without a log-probability no actions."""
+    for name in ("SingleTurnAgentExecutor", "MultiTurnAgentExecutor"):
+        cls = getattr(module, name)
+        patches.replace(cls, "execute", rollouts.guarded(cls.execute))
+
+
+def _count_syncs(patches: Patches, module: Any) -> None:
+    """Note with each response how many syncs its engine has had."""
+    cls = module.AsyncLLM
+    patches.replace(cls, "collective_rpc", rollouts.counting_syncs(cls.collective_rpc))
+
+
+def _guard_batches(patches: Patches, module: Any) -> None:
+    """Screen and measure a batch before it is trained on, check the vocabulary."""
+    cls = module.RemoteExperienceMaker
+    patches.replace(cls, "__init__", batch.with_vocabulary_check(cls.__init__))
+    changed = batch.screened_and_measured(cls.make_experience_batch)
+    patches.replace(cls, "make_experience_batch", changed)
+
+
+def _measure_syncs(patches: Patches, module: Any) -> None:
+    """Time syncs, and say how old a batch's weights were."""
+    cls = module.ActorPPOTrainer
+    patches.replace(cls, "broadcast_to_vllm", actor.timed(cls.broadcast_to_vllm))
+    patches.replace(cls, "ppo_train", actor.with_sync_metrics(cls.ppo_train))
+
+
+def _correct_loss(patches: Patches, module: Any) -> None:
+    """Put in a correction that OpenRLHF lacks, if one is named."""
+    config = options.own_correction()
+    if config is not None:
+        cls = module.PolicyLoss
+        patches.replace(cls, "forward", loss.corrected(cls.forward, config))
+
+
+PATCHES = Patches(
+    {
+        "openrlhf.utils.agent": _guard_rollouts,
+        "vllm.v1.engine.async_llm": _count_syncs,
+        "openrlhf.trainer.ppo_utils.experience_maker": _guard_batches,
+        "openrlhf.trainer.ray.ppo_actor": _measure_syncs,
+        "openrlhf.models.loss": _correct_loss,
+    }
+)
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes; does something where FLASHRL_CONFIG is set."""
+    if load_config() is not None:
+        install()
+
+
+def install() -> None:
+    """Wrap these functions in this process, now or when they are imported; idempotent."""
+    logs.speak()
+    PATCHES.install()
+
+
+def uninstall() -> None:
+    """Put OpenRLHF's own functions back."""
+    PATCHES.uninstall()
+    logs.fall_silent()
