@@ -58,9 +58,7 @@ class Patches(importlib.abc.MetaPathFinder):
         """Put everything back; idempotent."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        for owner, name, original in reversed(self._undo):
-            setattr(owner, name, original)
-        self._undo.clear()
+        self._restore(0)
         self._installed = False
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -73,13 +71,22 @@ class Patches(importlib.abc.MetaPathFinder):
         setattr(owner, name, value)
 
     def apply(self, module: ModuleType) -> None:
-        """Run the function of a module.  A failure is logged, for an import must not break."""
+        """Run the function of a module: all of it or nothing.
+
+        A failure is logged, for an import must not break.
+        """
         change = self.changes[module.__name__]
+        before = len(self._undo)
         try:
             change(self, module)
             logger.info("%s is changed: %s", module.__name__, change.__doc__)
         except Exception:
+            self._restore(before)
             logger.exception("%s is not as expected; not done: %s", module.__name__, change.__doc__)
+
+    def _restore(self, before: int) -> None:
+        while len(self._undo) > before:
+            setattr(*self._undo.pop())
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
