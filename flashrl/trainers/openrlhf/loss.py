@@ -28,8 +28,8 @@ def corrected(forward: _Forward, config: CorrectionConfig) -> _Forward:
         config: How ratios become weights; its objective says what r is a ratio to.
 
     Returns:
-        The same function; its last two results are the k1 mismatch in nats and the share of tokens
-        that were dropped.
+        The same function; its last two results are, as OpenRLHF's, the k1 mismatch of trainer and
+        rollout in nats, and the share of tokens that were dropped.
     """
     config = attrs.evolve(config, on_invalid="mask")
 
@@ -51,6 +51,10 @@ def corrected(forward: _Forward, config: CorrectionConfig) -> _Forward:
             advantages=advantages.float(),
             config=config,
         )
+        counted = action_mask.bool()
+        k1 = (rollout_log_probs - old_log_probs).detach()[counted].sum() / counted.sum().clamp(
+            min=1
+        )
         if config.objective == "bypass":
             old_log_probs = rollout_log_probs
         elif config.objective == "policy_gradient":
@@ -68,7 +72,6 @@ def corrected(forward: _Forward, config: CorrectionConfig) -> _Forward:
             )
         finally:
             self.is_correction_level = level
-        dropped = weights.new_tensor(metrics["dropped_fraction"])
-        return loss, clip_ratio, ppo_kl, weights.new_tensor(metrics["k1"]), dropped
+        return loss, clip_ratio, ppo_kl, k1, k1.new_tensor(metrics["dropped_fraction"])
 
     return with_correction
