@@ -38,6 +38,13 @@ def test_overrides_as_json_name_the_variable_too(flashrl: Any) -> None:
     assert f"{SECTION}.rollout_is=null" in data["arguments"]
 
 
+def test_the_how_to_shows_what_is_printed(flashrl: Any) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "verl.md"
+    command = "flashrl overrides verl --scheme int8 --correction tis"
+    shown = page.read_text().split(f"$ {command}\n")[1].split("```")[0]
+    assert flashrl(*command.split()[1:]).stdout == shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

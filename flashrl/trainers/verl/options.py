@@ -119,9 +119,10 @@ def read_options(section: Mapping[str, Any]) -> CorrectionConfig:
         return corrections.find(section[OWN_KEY])
     filters = tuple(_read_filters(section.get("rollout_rs"), section.get("rollout_rs_threshold")))
     level = section.get("rollout_is") or "none"
-    if level == "none" or section.get("bypass_mode"):
+    threshold = section.get("rollout_is_threshold", 2.0)
+    if level == "none" or threshold is None or section.get("bypass_mode"):
         return CorrectionConfig(name="verl", level="none", filters=filters, denominator="kept")
-    low, high = _bounds(section.get("rollout_is_threshold", 2.0))
+    low, high = _bounds(threshold)
     return CorrectionConfig(
         name="verl",
         level=level,
