@@ -3,4 +3,7 @@
 - :mod:`~flashrl.trainers.corrections`: what people call a correction.
 - :mod:`~flashrl.trainers.guards`: what keeps a bad rollout out of a loss.
 - :mod:`~flashrl.trainers.metrics`: one vocabulary for every trainer's log.
+- :mod:`~flashrl.trainers.patches`: changes to a framework, made and undone.
+- :mod:`~flashrl.trainers.environment`: variables for the processes of a job.
+- :mod:`~flashrl.trainers.logs`: warnings in those processes.
 """

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flashrl.core.config import load_config
 from flashrl.trainers.metrics import PREFIX, scheme_metrics
+from flashrl.trainers.openrlhf.options import schemes
 from flashrl.trainers.openrlhf.rollouts import VERSION
 
 __all__ = ["timed", "with_sync_metrics"]
@@ -42,9 +42,6 @@ def with_sync_metrics(ppo_train: _Method) -> _Method:
             status[f"{PREFIX}version_lag"] = round(lag, 4)
         if hasattr(self, "flashrl_update_ms"):
             status[f"{PREFIX}update_ms"] = self.flashrl_update_ms
-        config = load_config()
-        if config is not None:
-            status |= scheme_metrics(entry.quant_scheme for entry in config.entries)
-        return status
+        return status | scheme_metrics(schemes())
 
     return with_metrics

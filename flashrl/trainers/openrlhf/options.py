@@ -11,13 +11,23 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flashrl.core.config import load_config
 from flashrl.core.correction import CorrectionConfig
 from flashrl.core.correction.rejection import Filter
 from flashrl.core.mismatch.log_ratios import MAX_LOG_RATIO
+from flashrl.core.schemes import QuantScheme
 from flashrl.errors import UnsupportedError
 from flashrl.trainers import corrections
 
-__all__ = ["OWN_KEY", "OWN_VARIABLE", "SECTION", "own_correction", "read_options", "write_options"]
+__all__ = [
+    "OWN_KEY",
+    "OWN_VARIABLE",
+    "SECTION",
+    "own_correction",
+    "read_options",
+    "schemes",
+    "write_options",
+]
 
 SECTION = "algo.advantage.is_correction"
 OWN_KEY = "flashrl.correction"
@@ -138,3 +148,9 @@ def read_options(args: Any, *, environ: Mapping[str, str] = os.environ) -> Corre
         return _geometric_mask(name, Filter(statistic="ratio", over="mean", low=low, high=high))
     bound = "truncate" if section.is_correction_mode == "clip" else "mask"
     return CorrectionConfig(name=name, bound=bound, low=low, high=high)
+
+
+def schemes() -> list[QuantScheme]:
+    """What the engines generate with: the first entry of FLASHRL_CONFIG, for each has rank 0."""
+    config = load_config()
+    return [] if config is None else [config.for_rank(0).quant_scheme]

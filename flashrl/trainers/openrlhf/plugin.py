@@ -14,7 +14,7 @@ from typing import Any
 
 from flashrl.core.config import load_config
 from flashrl.trainers import logs
-from flashrl.trainers.openrlhf import actor, batch, loss, options, rollouts
+from flashrl.trainers.openrlhf import actor, batch, loss, options, rollouts, transfer
 from flashrl.trainers.patches import Patches
 
 __all__ = ["PATCHES", "install", "register", "uninstall"]
@@ -42,10 +42,17 @@ def _guard_batches(patches: Patches, module: Any) -> None:
 
 
 def _measure_syncs(patches: Patches, module: Any) -> None:
-    """Time syncs, and say how old a batch's weights were."""
+    """Time syncs, send in 8 bit if asked for, and say how old a batch's weights were."""
     cls = module.ActorPPOTrainer
-    patches.replace(cls, "broadcast_to_vllm", actor.timed(cls.broadcast_to_vllm))
+    changed = actor.timed(transfer.sending(cls.broadcast_to_vllm))
+    patches.replace(cls, "broadcast_to_vllm", changed)
     patches.replace(cls, "ppo_train", actor.with_sync_metrics(cls.ppo_train))
+
+
+def _receive_packed(patches: Patches, module: Any) -> None:
+    """Take apart weights that were sent in 8 bit."""
+    cls = module.WorkerWrap
+    patches.replace(cls, "update_weight", transfer.receiving(cls.update_weight))
 
 
 def _correct_loss(patches: Patches, module: Any) -> None:
@@ -62,6 +69,7 @@ PATCHES = Patches(
         "vllm.v1.engine.async_llm": _count_syncs,
         "openrlhf.trainer.ppo_utils.experience_maker": _guard_batches,
         "openrlhf.trainer.ray.ppo_actor": _measure_syncs,
+        "openrlhf.trainer.ray.vllm_worker_wrap": _receive_packed,
         "openrlhf.models.loss": _correct_loss,
     }
 )

@@ -14,11 +14,10 @@ from typing import Any
 
 import attrs
 
-from flashrl.core.config import load_config
 from flashrl.errors import RolloutError
 from flashrl.trainers import guards
 from flashrl.trainers.metrics import PREFIX
-from flashrl.trainers.openrlhf.options import SECTION
+from flashrl.trainers.openrlhf.options import SECTION, schemes
 
 __all__ = ["NUM_UNUSABLE", "VERSION", "counting_syncs", "guarded", "mask_missing"]
 
@@ -71,9 +70,7 @@ def guarded(execute: _Execute) -> _Execute:
             logs = {NUM_UNUSABLE: float(num_unusable), VERSION: float(version)}
             response["extra_logs"] = {**(response.get("extra_logs") or {}), **logs}
         else:
-            config = load_config()
-            schemes = [entry.quant_scheme for entry in config.entries] if config else []
-            guards.check_correction(schemes, corrected=False, remedy=f"--{SECTION}_level token")
+            guards.check_correction(schemes(), corrected=False, remedy=f"--{SECTION}_level token")
         return response
 
     return with_guard

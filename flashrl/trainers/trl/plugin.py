@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashrl.core.config import load_config
+from flashrl.core.schemes import QuantScheme
 from flashrl.trainers import guards, logs
 from flashrl.trainers.metrics import PREFIX, measure_correction, scheme_metrics
 from flashrl.trainers.patches import Patches
@@ -139,9 +140,10 @@ def _check_once(trainer: Any) -> None:
     )
 
 
-def _schemes() -> list[Any]:
+def _schemes() -> list[QuantScheme]:
+    """What vLLM generates with: the first entry of FLASHRL_CONFIG, for each engine has rank 0."""
     config = load_config()
-    return [entry.quant_scheme for entry in config.entries] if config else []
+    return [] if config is None else [config.for_rank(0).quant_scheme]
 
 
 def measured(generate_and_score: _Method) -> _Method:
