@@ -91,7 +91,14 @@ def _make_tiny_models(folder: str) -> tuple[Path, ...]:
     from flashrl.testing.checkpoints import make_checkpoint
 
     return tuple(
-        make_checkpoint(Path(folder) / name, seed=seed).path for seed, name in enumerate("ab")
+        make_checkpoint(
+            Path(folder) / name,
+            seed=seed,
+            hidden_size=256,  # heads of 64, for engines whose attention knows none smaller
+            intermediate_size=512,
+            initializer_range=0.1,
+        ).path
+        for seed, name in enumerate("ab")
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -14,9 +14,13 @@ from flashrl.core.interfaces import Capabilities, NamedTensors, WeightInfo
 from flashrl.core.rollouts import Rollout, SamplingParams
 from flashrl.core.schemes import PRESETS, QuantScheme
 from flashrl.engines.vllm import compat
+from flashrl.engines.vllm.arguments import fingerprint
 from flashrl.engines.vllm.log_probs import EXACT, extract_rollout, native_sampling_params
 from flashrl.engines.vllm.transport import Workers
 from flashrl.errors import EngineStateError, SchemeError, UnsupportedError, WeightUpdateError
+
+if TYPE_CHECKING:
+    from flashrl.core.profiles import Profile
 
 __all__ = ["AttachedVLLM"]
 
@@ -26,6 +30,8 @@ CAPABILITIES = Capabilities(
     schemes=tuple(PRESETS),
     exact_log_probs=EXACT,
     generates=True,
+    static_scales=True,
+    smoothing=True,
     mixture_of_experts=True,
     detaches=True,
 )
@@ -40,19 +46,17 @@ class AttachedVLLM:
     Args:
         engine: A ``vllm.LLM``, an ``LLMEngine`` or an ``AsyncLLM``, 16-bit or started in 8 bit.
         scheme: How its linears are stored.
+        profile: Smoothing factors and static scales.
     """
 
-    def __init__(self, engine: Any, scheme: QuantScheme) -> None:
+    def __init__(self, engine: Any, scheme: QuantScheme, *, profile: Profile | None = None) -> None:
         self._engine = engine
         self._scheme = scheme
         self._workers = Workers(engine)
-        launched = self._workers.call("launched_scheme")[0]
-        if launched is not None and QuantScheme(**launched) != scheme:
-            raise SchemeError(
-                f"the engine was started with scheme {launched['name']!r}, and attach got "
-                f"{scheme.name!r}; attach with the first, or start an engine with the second"
-            )
-        self._log_probs_mode = self._workers.call("attach", attrs.asdict(scheme))[0]
+        launched = self._workers.call("launched")[0]
+        if launched is not None:
+            _check_launched(launched, scheme, profile)
+        self._log_probs_mode = self._workers.attach(attrs.asdict(scheme), profile)
         self._launched = launched is not None
         self._infos: dict[str, WeightInfo] | None = None
         if compat.unseeded_draws_are_biased():
@@ -148,6 +152,24 @@ class AttachedVLLM:
                 "with speculative decoding vLLM does not report the log-probability of the "
                 "distribution sampled; start the engine without it"
             )
+
+
+def _check_launched(
+    launched: Mapping[str, Any], scheme: QuantScheme, profile: Profile | None
+) -> None:
+    """Refuse to attach to an engine that was started in another way."""
+    started = QuantScheme(**launched["scheme"])
+    if started != scheme:
+        raise SchemeError(
+            f"the engine was started with scheme {started.name!r}, and attach got "
+            f"{scheme.name!r}; attach with the first, or start an engine with the second"
+        )
+    if launched["profile"] != fingerprint(profile):
+        how = "with a profile" if launched["profile"] else "without a profile"
+        raise SchemeError(
+            f"the engine was started {how}, and attach got {'another' if profile else 'none'}; "
+            "pass attach what the engine was started with"
+        )
 
 
 def _weight_infos(

@@ -1,33 +1,60 @@
-"""The names and shapes of a full set of weights."""
+"""What a full set of weights is: names, shapes, and whether it is in 8 bit already."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import attrs
 
 from flashrl.core.profiles.checkpoints import Checkpoint
 from flashrl.errors import ProfileError
 
-__all__ = ["checkpoint_shapes"]
+__all__ = ["Contents", "local_folder", "read_contents"]
+
+_8_BIT = ("I8", "F8_E4M3")
 
 
-def checkpoint_shapes(model_config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of every tensor of the model that an engine runs.
+@attrs.frozen(kw_only=True)
+class Contents:
+    """What a checkpoint holds.
 
-    They are read from the checkpoint's headers.  Where there is none (random weights, for a
-    trainer that pushes its own), transformers' model says them, made without memory.
+    Args:
+        shapes: Shape of each tensor of a model in 16 bit, by name.
+        quantized: Whether the checkpoint's linears are in 8 bit, each with a scale beside it.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    quantized: bool = False
+
+
+def read_contents(model_config: Any) -> Contents:
+    """Look at the checkpoint of the model that an engine runs.
+
+    Its headers are read.  Where there is none (random weights, for a trainer that pushes its own),
+    transformers' model says the names, made without memory.
 
     Args:
         model_config: vLLM's ``ModelConfig``.
     """
     try:
-        headers = Checkpoint.open(_local_folder(model_config.model)).headers
-        return {name: header.shape for name, header in headers.items()}
+        headers = Checkpoint.open(local_folder(model_config.model)).headers
     except ProfileError:
-        return _shapes_of_transformers_model(model_config.hf_config)
+        return Contents(shapes=_shapes_of_transformers_model(model_config.hf_config))
+    scales = {f"{name}_scale" for name, header in headers.items() if header.dtype in _8_BIT}
+    return Contents(
+        shapes={name: h.shape for name, h in headers.items() if name not in scales},
+        quantized=not scales.isdisjoint(headers),
+    )
 
 
-def _local_folder(model: str) -> Path:
+def local_folder(model: str) -> Path:
+    """The folder of a checkpoint: a path, or a name in the hub's local cache.
+
+    Raises:
+        ProfileError: It is neither.
+    """
     if Path(model).exists():
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -17,12 +17,14 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
+from flashrl.core.config import load_config
 from flashrl.core.schemes import QuantScheme
 from flashrl.errors import EngineStateError, UnsupportedError
 
 __all__ = [
     "add_worker_method",
     "after_conversion",
+    "after_start",
     "check_convertible",
     "cpu_select_experts",
     "cuda_experts",
@@ -33,13 +35,16 @@ __all__ = [
     "forget_reload",
     "inject_engine_args",
     "is_experts",
+    "is_reloading",
     "is_shut_down",
+    "leave_process_groups",
     "restore_engine_args",
     "restore_sampler",
     "settle_reload",
     "tensor_parallel_group",
     "unseeded_draws_are_biased",
     "use_processed_log_probs",
+    "watch_models",
 ]
 
 logger = logging.getLogger(__name__)
@@ -105,13 +110,37 @@ def follow_weights_on_cpu() -> None:
 
 
 def is_ours() -> bool:
-    """Whether the engine that is being built has a quantization of ours."""
+    """Whether the engine that is being built is 8-bit, or 16-bit because FLASHRL_CONFIG says so."""
     from vllm.config import get_current_vllm_config_or_none
 
     from flashrl.engines.vllm.quantization import FlashRLConfig
 
     config = get_current_vllm_config_or_none()
-    return config is not None and isinstance(config.quant_config, FlashRLConfig)
+    if config is None:
+        return False
+    return isinstance(config.quant_config, FlashRLConfig) or load_config() is not None
+
+
+@functools.cache
+def watch_models() -> None:
+    """Let a quantization of ours see each model that is built for it, before its weights come."""
+    from vllm.model_executor.model_loader import base_loader
+
+    from flashrl.engines.vllm.quantization import FlashRLConfig
+
+    build = base_loader.initialize_model
+
+    @functools.wraps(build)
+    def initialize_model(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = build(vllm_config, *args, **kwargs)
+        config, main = vllm_config.quant_config, vllm_config.model_config
+        # A draft model has a configuration of its own.
+        if isinstance(config, FlashRLConfig) and kwargs.get("model_config", main) is main:
+            config.receive(model, main)
+        return model
+
+    base_loader.initialize_model = initialize_model
+    logger.info("models of flashrl engines take their weights through flashrl")
 
 
 def add_worker_method() -> None:
@@ -252,6 +281,13 @@ def is_shut_down(client: Any) -> bool:
     return not model_parallel_is_initialized()
 
 
+def is_reloading(model: nn.Module) -> bool:
+    """Whether a layerwise reload of vLLM's own is under way, which counts what its loaders copy."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return bool(get_layerwise_info(model).can_load())
+
+
 def settle_reload(model: nn.Module) -> None:
     """Take vLLM's reload wrappers off parameters that a reload left behind.
 
@@ -270,6 +306,17 @@ def settle_reload(model: nn.Module) -> None:
         while getattr(loader, "__name__", "") == "online_process_loader":
             loader = loader.__wrapped__
             parameter.weight_loader = loader  # type: ignore[attr-defined]
+
+
+def leave_process_groups() -> None:
+    """Let another engine start in this process after one that has ended."""
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def tensor_parallel_group() -> Any:
@@ -314,6 +361,25 @@ def inject_engine_args() -> None:
     create_engine_config.flashrl_original = original  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
     logger.info("FLASHRL_CONFIG sets the engine arguments of vLLM engines")
+
+
+def after_start(action: Callable[[Any], None]) -> None:
+    """Let something look at every ``LLMEngine`` when it has started; idempotent."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    start = LLMEngine.from_engine_args.__func__
+    if hasattr(start, "flashrl_original"):
+        return
+
+    @functools.wraps(start)
+    def from_engine_args(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = start(cls, *args, **kwargs)
+        action(engine)
+        return engine
+
+    from_engine_args.flashrl_original = start  # type: ignore[attr-defined]
+    LLMEngine.from_engine_args = classmethod(from_engine_args)
+    logger.info("FLASHRL_TEST_RELOAD pushes models into every engine that starts")
 
 
 def restore_engine_args() -> None:

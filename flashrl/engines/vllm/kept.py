@@ -13,8 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.parameter import ModelWeightParameter
 
-__all__ = ["FP32HeadMethod", "KeptEmbeddingMethod", "KeptLinearMethod", "unpack"]
+__all__ = [
+    "FP32HeadMethod",
+    "KeptEmbeddingMethod",
+    "KeptLinearMethod",
+    "register_weight",
+    "unpack",
+]
 
 
 class KeptLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -61,10 +68,26 @@ def unpack(layer: Any) -> None:
     packed = getattr(layer, "cpu_linear", None)
     if packed is None or packed is F.linear:
         return
-    weight = layer.weight
-    if weight.numel() == 0:
-        weight.data = multiplied_by_identity(layer)
+    if layer.weight.numel() == 0:
+        register_weight(layer, multiplied_by_identity(layer))
     follow(layer)
+
+
+def register_weight(layer: Any, data: Tensor) -> None:
+    """Give a linear layer a 16- or 32-bit weight that loads as vLLM's own does.
+
+    Args:
+        layer: A linear layer of vLLM's.
+        data: [out, in] of this rank.
+    """
+    weight = ModelWeightParameter(
+        data=data,
+        input_dim=1,
+        output_dim=0,
+        weight_loader=getattr(layer, "weight_loader_v2", layer.weight_loader),
+    )
+    weight.tp_rank, weight.tp_size = layer.tp_rank, layer.tp_size
+    layer.register_parameter("weight", weight)
 
 
 def multiplied_by_identity(layer: Any) -> Tensor:

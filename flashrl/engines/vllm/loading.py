@@ -1,8 +1,8 @@
-"""Weights into vLLM's model, past those that are refused."""
+"""How a shard that vLLM's loaders cut out gets into its storage, and what becomes of faults."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,28 +11,36 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flashrl.core.interfaces import NamedTensors
 from flashrl.engines.vllm.storage import QuantizedStorage
-from flashrl.errors import FlashRLError
+from flashrl.errors import FlashRLError, NonFiniteError
 
-__all__ = ["collecting_faults", "load_shard", "load_weights"]
-
+__all__ = ["Faults", "is_finite", "load_shard", "watching"]
 
 _MOST_FLAGS = 1 << 16
 
 
 @attrs.define
-class _Faults:
+class Faults:
     """Why tensors were refused, by the name they came under.
 
-    On a GPU whether a tensor is finite is only known when the update ends: asking sooner would
-    wait for the device, tensor by tensor.  Until then each loaded shard has a flag there.
+    On a GPU whether a tensor is finite is only known when the push ends: asking sooner would wait
+    for the device, tensor by tensor.  Until then each loaded shard has a flag there.
+
+    Args:
+        collect: Note what is refused and go on, rather than raise.
     """
 
+    collect: bool
     current: str = ""
     by_name: dict[str, str] = attrs.field(factory=dict)
     _flags: Tensor | None = None
     _flagged: list[str] = attrs.field(factory=list)
+
+    def note(self, error: FlashRLError) -> None:
+        """Note that the current tensor was refused, or raise if nobody collects."""
+        if not self.collect:
+            raise error
+        self.by_name.setdefault(self.current, str(error))
 
     def flag(self, device: torch.device) -> Tensor | None:
         """A flag for the current tensor, int32 (1,); None where an error may be raised at once."""
@@ -43,39 +51,39 @@ class _Faults:
         self._flagged.append(self.current)
         return self._flags[len(self._flagged) - 1 : len(self._flagged)]
 
-    def read_flags(self) -> None:
-        """Wait for the device, and note the tensors that were not finite."""
-        if self._flags is None:
-            return
-        raised = self._flags[: len(self._flagged)].tolist()
+    def lost(self, name: str) -> None:
+        """Note a tensor that was found not to be finite after it was written."""
+        self.by_name.setdefault(
+            name, f"{name} holds NaN or infinity; what it was written to is lost"
+        )
+
+    def finish(self) -> None:
+        """Wait for the device, and note the tensors that were not finite.
+
+        Raises:
+            NonFiniteError: There are some, and nobody collects.
+        """
+        raised = [] if self._flags is None else self._flags[: len(self._flagged)].tolist()
         for name, value in zip(self._flagged, raised, strict=True):
             if value:
-                self.by_name.setdefault(
-                    name, f"{name} holds NaN or infinity; what it was written to is lost"
-                )
+                self.lost(name)
+        if self.by_name and not self.collect:
+            raise NonFiniteError("; ".join(list(self.by_name.values())[:8]))
 
 
-_collecting: list[_Faults] = []
+_watching: list[Faults] = []
 
 
 @contextmanager
-def collecting_faults() -> Iterator[_Faults]:
-    """While it lasts, loaders note what they refuse and go on."""
-    faults = _Faults()
-    _collecting.append(faults)
+def watching(*, collect: bool) -> Iterator[Faults]:
+    """A push: what loaders refuse while it lasts is raised, or collected until it ends."""
+    faults = Faults(collect=collect)
+    _watching.append(faults)
     try:
         yield faults
-        faults.read_flags()
+        faults.finish()
     finally:
-        _collecting.pop()
-
-
-def note_fault(error: FlashRLError) -> None:
-    """Note that the current tensor was refused, or raise if nobody collects."""
-    if not _collecting:
-        raise error
-    faults = _collecting[-1]
-    faults.by_name.setdefault(faults.current, str(error))
+        _watching.pop()
 
 
 def load_shard(
@@ -112,52 +120,16 @@ def load_shard(
         parameter.is_temporary = True
     elif getattr(parameter, "is_temporary", False):
         return
+    faults = _watching[-1] if _watching else Faults(collect=False)
     try:
         with _disable_current_modes() if counted else nullcontext():
-            flag = _collecting[-1].flag(storage.weight.device) if _collecting else None
+            flag = faults.flag(storage.weight.device) if _watching else None
             storage.load(part, row=row, scale=scale, flag=flag)
     except FlashRLError as error:
-        note_fault(error)
+        faults.note(error)
 
 
-def load_weights(
-    model: Any, named_tensors: NamedTensors, quantized: Collection[str]
-) -> dict[str, str]:
-    """Hand tensors to the model's own ``load_weights``, one at a time.
-
-    Args:
-        model: vLLM's model.
-        named_tensors: Names and tensors whose shapes were checked; each may be overwritten as soon
-            as the next is asked for.
-        quantized: Names that a quantizing loader checks itself.
-
-    Returns:
-        Why each refused tensor was refused.  Those are as they were, but for one that holds NaN or
-        infinity on a GPU: the kernel that finds that out writes as it reads.
-    """
-    stream = iter(named_tensors)
-    with torch.no_grad(), collecting_faults() as faults:
-
-        def checked() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in stream:
-                faults.current = name
-                if name not in quantized and not _is_finite(tensor, faults.flag(tensor.device)):
-                    faults.by_name[name] = f"{name} holds NaN or infinity; nothing was written"
-                else:
-                    yield name, tensor
-
-        try:
-            model.load_weights(checked())
-        except Exception as error:
-            # vLLM's own complaint.  The rest is read, since the sender may be gathering shards
-            # together with other ranks.
-            faults.by_name[faults.current] = f"vLLM refused it: {type(error).__name__}: {error}"
-            for name, _ in stream:
-                faults.by_name[name] = "not loaded, because vLLM refused a tensor before it"
-    return faults.by_name
-
-
-def _is_finite(tensor: Tensor, flag: Tensor | None) -> bool:
+def is_finite(tensor: Tensor, flag: Tensor | None) -> bool:
     """Whether a tensor is finite, or true with a flag that says so later."""
     if tensor.numel() == 0:
         return True

@@ -7,6 +7,7 @@ of which parameter, is noted instead.  So reading weights back needs no table of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,32 +27,59 @@ class Piece:
     """A part of a checkpoint's tensor, and where this rank holds it.
 
     Args:
+        shape: Shape of the whole checkpoint tensor.
         size: Shape of the part.
         stride: Its strides in the contiguous checkpoint tensor.
         offset: Its first element there.
         home: The same part in the engine: a view of a parameter.
+        owner: The parameter's name in the engine.
         storage: The 8-bit matrix that ``home`` is rows of; None for a weight that is kept.
+        row: Where those rows start.
     """
 
+    shape: tuple[int, ...]
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     home: Tensor = attrs.field(repr=False)
+    owner: str = ""
     storage: QuantizedStorage | None = attrs.field(default=None, repr=False)
+    row: int = 0
 
     @property
     def scheme(self) -> QuantScheme | None:
         """How it is quantized, or None."""
         return self.storage.scheme if self.storage else None
 
+    @property
+    def rows(self) -> slice:
+        """Which rows of a checkpoint's matrix it is."""
+        start = self.offset // self.shape[-1]
+        return slice(start, start + self.size[0])
+
+    @property
+    def columns(self) -> slice:
+        """Which columns of a checkpoint's matrix it is."""
+        start = self.offset % self.shape[-1]
+        return slice(start, start + self.size[-1])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is nothing else of the tensor on another rank."""
+        return self.size == self.shape
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The part of a checkpoint's tensor, a view if that is contiguous."""
+        if self.is_whole:
+            return tensor
+        tensor = tensor.contiguous()
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
     def read(self) -> Tensor:
         """The part as the engine holds it, dequantized to float32, on the CPU."""
         if self.storage is None:
             return self.home.float().cpu()
-        row = (self.home.storage_offset() - self.storage.weight.storage_offset()) // (
-            self.storage.weight.shape[1]
-        )
-        return self.storage.read(slice(row, row + self.home.shape[0])).cpu()
+        return self.storage.read(slice(self.row, self.row + self.home.shape[0])).cpu()
 
 
 def find_pieces(
@@ -72,10 +100,13 @@ def find_pieces(
     recorder = _Recorder(
         sources={},
         storages={s.weight.untyped_storage().data_ptr(): s for s in storages},
+        owners={p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()},
         pieces={},
     )
+    # The class's own, for an intake may stand in its place.
+    load = functools.partial(type(model).load_weights, model)
     with torch.no_grad(), recorder:
-        model.load_weights(recorder.offer(shapes))
+        load(recorder.offer(shapes))
     return recorder.pieces
 
 
@@ -83,8 +114,9 @@ def find_pieces(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each copy out of a tensor without data, and does not do it."""
 
-    sources: dict[int, str]
+    sources: dict[int, tuple[str, tuple[int, ...]]]
     storages: dict[int, QuantizedStorage]
+    owners: dict[int, str]
     pieces: dict[str, list[Piece]]
     _alive: list[Tensor] = attrs.field(factory=list, init=False)
 
@@ -94,7 +126,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def offer(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
             source = torch.empty(shape, device="meta", dtype=torch.bfloat16)
-            self.sources[source.untyped_storage()._cdata] = name
+            self.sources[source.untyped_storage()._cdata] = name, tuple(shape)
             self._alive.append(source)  # so that no other source gets the same address
             yield name, source
 
@@ -107,15 +139,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _note(self, home: Tensor, source: Tensor) -> None:
-        name = self.sources.get(source.untyped_storage()._cdata)
-        if name is None:  # the model computed something from it first
+        found = self.sources.get(source.untyped_storage()._cdata)
+        if found is None:  # the model computed something from it first
             return
+        name, shape = found
+        address = home.untyped_storage().data_ptr()
+        storage = self.storages.get(address)
+        row = 0
+        if storage is not None:
+            ahead = home.storage_offset() - storage.weight.storage_offset()
+            row = ahead // storage.weight.shape[1]
         piece = Piece(
+            shape=shape,
             size=tuple(source.shape),
             stride=source.stride(),
             offset=int(source.storage_offset()),
             home=home.detach(),
-            storage=self.storages.get(home.untyped_storage().data_ptr()),
+            owner=self.owners.get(address, ""),
+            storage=storage,
+            row=row,
         )
         self.pieces.setdefault(name, []).append(piece)
 

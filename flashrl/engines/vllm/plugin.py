@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from flashrl.core.config import Entry, load_config
-from flashrl.core.schemes import QuantScheme
-from flashrl.errors import ConfigError
+from flashrl.core.config import Entry, EnvironmentOptions, load_config
 
-__all__ = ["entry_of_rank", "register", "scheme_of_rank"]
+__all__ = ["entry_of_rank", "register"]
 
 
 @functools.cache
@@ -20,6 +19,9 @@ def register() -> None:
     compat.add_worker_method()
     if load_config() is not None:
         compat.inject_engine_args()
+        compat.follow_weights_on_cpu()
+        if EnvironmentOptions.from_environ().test_reload:
+            compat.after_start(_check_reload)
 
 
 def entry_of_rank() -> Entry | None:
@@ -30,16 +32,12 @@ def entry_of_rank() -> Entry | None:
     return None if config is None else config.for_rank(compat.data_parallel_rank())
 
 
-def scheme_of_rank() -> QuantScheme:
-    """The scheme of this process's data-parallel rank.
+def _check_reload(engine: Any) -> None:
+    from flashrl.engines.vllm.reload_check import check_reload
 
-    Raises:
-        ConfigError: FLASHRL_CONFIG is not set here, though the engine was started with it.
-    """
-    entry = entry_of_rank()
-    if entry is None:
-        raise ConfigError(
-            "the engine was started with quantization='flashrl', whose scheme stands in "
-            "FLASHRL_CONFIG, and that is not set in this process"
-        )
-    return entry.quant_scheme
+    config = load_config()
+    models = EnvironmentOptions.from_environ().test_reload
+    if config is not None and models:
+        parallel = engine.vllm_config.parallel_config
+        rank = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        check_reload(engine, config.for_rank(int(rank)), models)

@@ -43,7 +43,8 @@ def choose_product(scheme: QuantScheme, weight: Tensor) -> tuple[str, Product]:
     _CPU_PRODUCTS[key] = (chosen, scheme)
 
     def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        return _cpu_linear(x, weight, scale, bias, key)
+        y: Tensor = _cpu_linear(x, weight, scale, bias, key)
+        return y
 
     return chosen.name, product
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,12 +13,16 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from flashrl.core.environment import EnvironmentOptions
 from flashrl.core.names import FUSED, LayerRules
+from flashrl.core.profiles.files import load_profile
 from flashrl.core.schemes import PRESETS, QuantScheme
-from flashrl.errors import UnsupportedError
+from flashrl.engines.vllm import compat
+from flashrl.engines.vllm.checkpoint_names import read_contents
+from flashrl.errors import ConfigError, UnsupportedError
 
 __all__ = ["FlashRLConfig", "lm_head_in_fp32", "register"]
 
 _PREFIX = "flashrl"
+_READABLE = ("int-quantized", "float-quantized", "naive-quantized")
 
 
 class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
@@ -25,24 +30,57 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
 
     Args:
         scheme: Which one; the class's preset without it.
+        profile: Path of a profile.
     """
 
     preset: ClassVar[str | None] = None
 
-    def __init__(self, scheme: QuantScheme | None = None) -> None:
+    def __init__(self, scheme: QuantScheme | None = None, profile: str | None = None) -> None:
         super().__init__()
         if scheme is None and self.preset is not None:
             scheme = PRESETS[self.preset]
-        self._scheme = scheme
+        self._scheme, self._profile = scheme, profile
+        compat.watch_models()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come to be in a worker's process."""
+        self.__dict__.update(state)
+        compat.watch_models()
 
     @property
     def scheme(self) -> QuantScheme:
         """The scheme of this process: given, or its data-parallel rank's in FLASHRL_CONFIG."""
         if self._scheme is None:
-            from flashrl.engines.vllm.plugin import scheme_of_rank
+            from flashrl.engines.vllm.plugin import entry_of_rank
 
-            self._scheme = scheme_of_rank()
+            entry = entry_of_rank()
+            if entry is None:
+                raise ConfigError(
+                    "the engine was started with quantization='flashrl', whose scheme stands in "
+                    "FLASHRL_CONFIG, and that is not set in this process"
+                )
+            self._scheme, self._profile = entry.quant_scheme, entry.profile
         return self._scheme
+
+    def receive(self, model: nn.Module, model_config: Any) -> None:
+        """Stand in the place of a new model's ``load_weights``.
+
+        Args:
+            model: vLLM's model, without weights.
+            model_config: vLLM's ``ModelConfig``.
+
+        Raises:
+            ProfileError: The profile cannot be read.
+        """
+        from flashrl.engines.vllm.intake import Intake
+
+        scheme = self.scheme  # says which profile
+        Intake(
+            model,
+            scheme,
+            contents=functools.partial(read_contents, model_config),
+            profile=load_profile(self._profile) if self._profile else None,
+        )
 
     def get_name(self) -> str:
         """The name it is registered under."""
@@ -63,18 +101,30 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
         return []
 
     @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, **_: Any
+    ) -> str | None:
+        """Take a checkpoint of compressed-tensors, if the user asks for this quantization."""
+        own = f"{_PREFIX}_{cls.preset}" if cls.preset else _PREFIX
+        theirs = hf_quant_cfg.get("quant_method")
+        return own if user_quant == own and theirs == "compressed-tensors" else None
+
+    @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FlashRLConfig:
         """Read what :func:`flashrl.engines.vllm.arguments.scheme_to_dict` wrote.
 
         Raises:
-            UnsupportedError: The checkpoint is quantized already, by something else.
+            UnsupportedError: The checkpoint is quantized already, in a way that is not read here.
         """
-        if config.get("quant_method") != _PREFIX:
-            raise UnsupportedError(
-                f"the checkpoint is quantized already ({config.get('quant_method')}), and flashrl "
-                "quantizes 16-bit weights; load the 16-bit checkpoint"
-            )
-        return cls(QuantScheme(**config["scheme"]))
+        if config.get("quant_method") == _PREFIX:
+            return cls(QuantScheme(**config["scheme"]), config.get("profile"))
+        if config.get("format") in _READABLE:
+            return cls()
+        raise UnsupportedError(
+            f"the checkpoint is quantized already ({config.get('quant_method')}, format "
+            f"{config.get('format')}); load a 16-bit one, or one of compressed-tensors in the "
+            f"format {' or '.join(_READABLE)}"
+        )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a layer: 8-bit, or kept as it is."""

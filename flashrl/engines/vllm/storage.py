@@ -71,6 +71,7 @@ class QuantizedStorage:
         *,
         row: int = 0,
         scale: Tensor | None = None,
+        smoothing: Tensor | None = None,
         flag: Tensor | None = None,
     ) -> None:
         """Quantize a 16-bit shard into place.
@@ -79,6 +80,7 @@ class QuantizedStorage:
             source: fp32, bf16 or fp16, [rows, in], on any device.
             row: Where it starts.
             scale: One scale for all of it, (1,); computed from ``source`` without it.
+            smoothing: Factor per input channel that multiplies it first, (in,).
             flag: As :func:`quantize_into` takes it.
 
         Raises:
@@ -91,11 +93,38 @@ class QuantizedStorage:
         scheme, home = self.scheme, self.scale_of(rows)
         source = source.to(self.weight.device)
         if scale is not None:
-            compute_scale(source, scheme, name=label)  # refuses what is not finite
+            # Refuses what is not finite.
+            compute_scale(source, scheme, smoothing=smoothing, name=label)
             home.copy_(scale)
             scheme = scheme.evolve(dynamic=False)
-        quantize_into(source, self.weight[rows], home, scheme=scheme, flag=flag, name=label)
+        quantize_into(
+            source,
+            self.weight[rows],
+            home,
+            scheme=scheme,
+            smoothing=smoothing,
+            flag=flag,
+            name=label,
+        )
         self._rows_loaded[row] = source.shape[0]
+
+    def rows(self, row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Room for a shard that is about to be written: its values and its scale, views."""
+        self._rows_loaded[row] = num_rows
+        rows = slice(row, row + num_rows)
+        return self.weight[rows], self.scale_of(rows)
+
+    def take(self, values: Tensor, scale: Tensor, *, row: int = 0) -> None:
+        """Take a shard that is quantized already.
+
+        Args:
+            values: 8-bit, of the scheme's dtype, [rows, in], on any device.
+            scale: As :meth:`scale_of` those rows.
+            row: Where it starts.
+        """
+        home, home_scale = self.rows(row, values.shape[0])
+        home.copy_(values)
+        home_scale.copy_(scale)
 
     def scale_of(self, rows: slice) -> Tensor:
         """The scale of some rows, a view."""

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +18,9 @@ from flashrl import errors
 from flashrl.core.interfaces import NamedTensors
 from flashrl.engines.vllm import compat
 from flashrl.errors import EngineStateError, FlashRLError, UnsupportedError
+
+if TYPE_CHECKING:
+    from flashrl.core.profiles import Profile
 
 __all__ = ["Workers"]
 
@@ -78,6 +81,14 @@ class Workers:
         except Exception:
             self._check_alive()
             raise
+
+    def attach(self, scheme: dict[str, Any], profile: Profile | None) -> str:
+        """Make every worker's model 8-bit; returns what log-probabilities are of."""
+        if profile is None:
+            return str(self.call("attach", scheme, None)[0])
+        with _folder() as folder:
+            profile.save(folder / "profile.safetensors")
+            return str(self.call("attach", scheme, str(folder / "profile.safetensors"))[0])
 
     def update(self, named_tensors: NamedTensors) -> dict[str, str]:
         """Load weights in every worker; returns why each refused tensor was refused."""

@@ -7,7 +7,7 @@ travel in files, so that it works across processes without pickle.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flashrl.core.interfaces import NamedTensors
+from flashrl.core.profiles import Profile
 from flashrl.core.schemes import QuantScheme
 from flashrl.engines.vllm import compat
-from flashrl.engines.vllm.checkpoint_names import checkpoint_shapes
-from flashrl.engines.vllm.conversion import Converted, convert, convert_back
-from flashrl.engines.vllm.loading import load_weights
-from flashrl.engines.vllm.placement import Piece, find_pieces, storages_of
-from flashrl.errors import FlashRLError
+from flashrl.engines.vllm.arguments import fingerprint
+from flashrl.engines.vllm.conversion import Conversion
+from flashrl.engines.vllm.intake import Intake, intake_of
+from flashrl.engines.vllm.placement import Piece, storages_of
+from flashrl.errors import EngineStateError, FlashRLError, UnsupportedError
 
 __all__ = ["WorkerEngine", "call"]
 
@@ -58,46 +59,62 @@ class WorkerEngine:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._model: nn.Module = worker.get_model()
-        self._pieces: dict[str, list[Piece]] | None = None
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._scheme: QuantScheme | None = None
-        self._converted: list[Converted] = []
+        self._conversion: Conversion | None = None
         self._sampler: Any = None
 
-    def launched_scheme(self) -> dict[str, Any] | None:
-        """Fields of the scheme that the engine was started with, or None."""
+    def launched(self) -> dict[str, Any] | None:
+        """Scheme and profile that the engine was started with, or None."""
         config = self._worker.vllm_config.quant_config
-        scheme = getattr(config, "scheme", None)
-        return compat.scheme_fields(scheme) if isinstance(scheme, QuantScheme) else None
+        scheme, intake = getattr(config, "scheme", None), intake_of(self._model)
+        if not isinstance(scheme, QuantScheme) or intake is None:
+            return None
+        return {
+            "scheme": compat.scheme_fields(scheme),
+            "profile": fingerprint(intake.profile),
+        }
 
-    def attach(self, scheme: Mapping[str, Any]) -> str:
-        """Make the running model 8-bit; returns what its log-probabilities are of."""
-        wanted = QuantScheme(**scheme)
-        if self.launched_scheme() is None and wanted != self._scheme:
-            if self._scheme is not None:
-                convert_back(self._converted, self._model)
-            self._converted = convert(self._model, wanted, self._worker)
-            self._scheme = wanted
-        self._pieces = None
+    def attach(self, scheme: Mapping[str, Any], profile: str | None) -> str:
+        """Make the running model 8-bit; returns what its log-probabilities are of.
+
+        Args:
+            scheme: Fields of the scheme.
+            profile: Path of a profile.
+        """
+        if self.launched() is None:
+            wanted = QuantScheme(**scheme)
+            smoothing = Profile.load(profile) if profile is not None else None
+            if self._conversion is not None and not self._conversion.is_for(wanted, smoothing):
+                self._undo()
+            if self._conversion is None:
+                self._conversion = Conversion(self._model, wanted, self._worker, profile=smoothing)
         self._sampler = self._sampler or compat.use_processed_log_probs(self._worker)
         return str(self._worker.vllm_config.model_config.logprobs_mode)
 
     def detach(self) -> None:
         """Make the model 16-bit again."""
-        convert_back(self._converted, self._model)
+        self._undo()
         compat.restore_sampler(self._worker, self._sampler)
-        self._scheme, self._converted = None, []
-        self._pieces = self._sampler = None
+        self._sampler = None
+
+    def _undo(self) -> None:
+        if self._conversion is None:
+            raise UnsupportedError(
+                "the engine was started in 8 bit, so it has no 16-bit layers to go back to; "
+                "start another engine"
+            )
+        self._conversion.undo()
+        self._conversion = None
 
     def weights(self) -> list[list[Any]]:
         """Every tensor of a full update: name, shape, dtype, 8-bit or not, slices, address."""
         return [
             [
                 name,
-                list(self._shapes[name]),
+                list(pieces[0].shape),
                 str(pieces[0].home.dtype).removeprefix("torch."),
                 pieces[0].scheme is not None,
-                _num_input_shards(pieces, self._shapes[name]),
+                _num_input_shards(pieces),
                 pieces[0].home.data_ptr(),
             ]
             for name, pieces in self._find().items()
@@ -106,8 +123,7 @@ class WorkerEngine:
     def update(self, named_tensors: NamedTensors) -> dict[str, str]:
         """Load weights; returns why each refused tensor was refused."""
         compat.settle_reload(self._model)
-        quantized = {name for name, pieces in self._find().items() if pieces[0].scheme is not None}
-        return load_weights(self._model, named_tensors, quantized)
+        return self._intake.update(named_tensors)
 
     def update_from_file(self, path: str) -> dict[str, str]:
         """Load weights that another process wrote."""
@@ -146,17 +162,19 @@ class WorkerEngine:
             "bytes": sum(sizes.values()),
         }
 
-    def _find(self) -> dict[str, list[Piece]]:
-        if self._pieces is None:
-            compat.settle_reload(self._model)
-            shapes = checkpoint_shapes(self._worker.vllm_config.model_config)
-            self._shapes = shapes
-            self._pieces = find_pieces(self._model, shapes, storages_of(self._model).values())
-        return self._pieces
+    @property
+    def _intake(self) -> Intake:
+        intake = intake_of(self._model)
+        if intake is None:
+            raise EngineStateError("the engine is 16-bit; attach to it first")
+        return intake
+
+    def _find(self) -> Mapping[str, Sequence[Piece]]:
+        return self._intake.plan.pieces
 
 
-def _num_input_shards(pieces: list[Piece], shape: tuple[int, ...]) -> int:
+def _num_input_shards(pieces: Sequence[Piece]) -> int:
     """In how many slices of the input axis a quantized weight is."""
-    if pieces[0].scheme is None or len(shape) != 2:
+    if pieces[0].scheme is None or len(pieces[0].shape) != 2:
         return 1
-    return shape[1] // pieces[0].size[1]
+    return pieces[0].shape[1] // pieces[0].size[1]

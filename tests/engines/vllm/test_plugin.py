@@ -15,7 +15,7 @@ import flashrl
 from flashrl.core.schemes import get_scheme
 from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.linear import FlashRLLinearMethod
-from flashrl.errors import ConfigError, SchemeError, UnknownNameError, UnsupportedError
+from flashrl.errors import ConfigError, SchemeError, UnknownNameError
 from flashrl.testing import Checkpoint
 
 from .conftest import worker_of
@@ -134,14 +134,47 @@ def test_an_unknown_scheme_lists_the_known(
         engine_config(checkpoint().path)
 
 
-def test_a_profile_in_the_configuration_is_refused(
+def test_a_profile_and_overrides_of_the_users_own_travel_together(
     injected: Callable[[str], None], checkpoint: Callable[..., Checkpoint], tmp_path: Path
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("configs: [{fn: int8, profile: profile.safetensors}]")
     injected(str(file))
-    with pytest.raises(UnsupportedError, match=r"profile\.safetensors"):
+    config = engine_config(checkpoint().path, hf_overrides={"rope_theta": 5000.0})
+    assert config.model_config.quantization == "flashrl"
+    assert config.model_config.hf_config.quantization_config["profile"] == "profile.safetensors"
+    assert config.model_config.hf_config.rope_theta == 5000.0
+    taken = {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(ConfigError, match="hf_overrides"):
+        engine_config(checkpoint().path, hf_overrides=taken)
+
+
+def test_static_scales_need_a_profile(
+    injected: Callable[[str], None], checkpoint: Callable[..., Checkpoint], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("configs: [{fn: int8, dynamic: false}]")
+    injected(str(file))
+    with pytest.raises(ConfigError, match="profile"):
         engine_config(checkpoint().path)
+
+
+def test_ranks_that_start_together_start_from_one_model(
+    injected: Callable[[str], None], checkpoint: Callable[..., Checkpoint], tmp_path: Path
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from flashrl.engines.vllm.arguments import configure
+
+    file = tmp_path / "config.yaml"
+    file.write_text("configs: [{fn: int8, model: some/w8a8}, {fn: bf16}]")
+    injected(str(file))
+    args = EngineArgs(model=str(checkpoint().path), data_parallel_size=2)
+    with pytest.raises(ConfigError, match="several models"):
+        configure(args)
+    first = EngineArgs(model=str(checkpoint().path), data_parallel_size=2, data_parallel_rank=0)
+    configure(first)
+    assert first.model == "some/w8a8"
 
 
 @pytest.mark.parametrize(("rank", "quantization"), [(0, "flashrl_int8"), (1, None), (2, None)])

@@ -82,9 +82,8 @@ def test_a_plain_load_of_what_is_not_finite_names_the_layer(
         lambda tensor: tensor.repeat(2, 1),
         lambda tensor: tensor[:, :-16],
         lambda tensor: tensor.long(),
-        lambda tensor: tensor.to(torch.int8),
     ],
-    ids=["short", "long", "narrow", "int64", "int8"],
+    ids=["short", "long", "narrow", "int64"],
 )
 @pytest.mark.parametrize("layer", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj"])
 def test_a_plain_load_of_what_does_not_fit_changes_nothing(
