@@ -138,7 +138,9 @@ class Launcher:
 
 def _same(text: str, value: Any) -> bool:
     """Whether an argument's text means a value: 2 is 2.0, None is null, quotes do not count."""
-    return bool(_plain(text) == _plain(_text(value)))
+    parts = text.split() if isinstance(value, list | tuple) else [text]
+    wanted = value if isinstance(value, list | tuple) else [value]
+    return [_plain(part) for part in parts] == [_plain(_text(each)) for each in wanted]
 
 
 def _plain(text: str) -> Any:

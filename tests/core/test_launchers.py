@@ -64,3 +64,11 @@ def test_dashes_are_read_back() -> None:
         *("--bounds", "0", "2"),
         *("--fast", "True"),
     ]
+
+
+def test_several_values_are_compared_one_by_one() -> None:
+    launcher = Launcher(syntax=DashSyntax())
+    given = ["--threshold", "0", "2"]
+    assert launcher.complete(given, {"threshold": [0.0, 2.0]}) == given
+    with pytest.raises(ConfigError, match=r"threshold is 0 2, and 0\.5 5\.0 is needed"):
+        launcher.complete(given, {"threshold": [0.5, 5.0]})
