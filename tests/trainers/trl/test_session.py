@@ -20,6 +20,7 @@ pytest.importorskip("trl")
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from flashrl.trainers.trl.corrected import CorrectedGRPOTrainer  # noqa: E402
 from flashrl.trainers.trl.trainer import SessionGRPOTrainer  # noqa: E402
 
 # TRL 1.16 uses names that newer transformers deprecate.
@@ -280,3 +281,29 @@ def test_what_it_does_not_do_is_refused_all_at_once(checkpoint: Checkpoint, tmp_
         )
     for part in ("policy_gradient", "rollout_func", "generation_kwargs", "use_vllm", "vespo"):
         assert part in str(refused.value)
+
+
+def test_bypass_clips_against_the_rollout(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The ratio is π_θ / μ, and no weight beside it."""
+    trainer = make_trainer(checkpoint, tmp_path, options={"correction": "bypass"}, max_steps=1)
+    trainer.train()
+    batch, mask = trainer.batches[0], trainer.batches[0]["completion_mask"].bool()
+    assert torch.equal(batch["old_per_token_logps"][mask], batch["sampling_per_token_logps"][mask])
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, batch)
+    log_probs, *_ = trainer._get_per_token_logps_and_entropies(
+        trainer.model,
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        mask.shape[1],
+    )
+    ratio = (log_probs - batch["sampling_per_token_logps"]).exp()[mask]
+    advantages = batch["advantages"].expand_as(mask)[mask]
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    torch.testing.assert_close(loss, -surrogate.sum() / mask.sum(), rtol=1e-4, atol=1e-6)
+
+
+def test_correcting_twice_is_refused(tmp_path: Path) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), use_vllm=True, use_cpu=True, bf16=False)
+    with pytest.raises(ConfigError, match="vllm_importance_sampling_correction is True"):
+        CorrectedGRPOTrainer(correction="icepop", args=args, model="none", reward_funcs=reward)
