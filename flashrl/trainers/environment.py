@@ -1,4 +1,4 @@
-"""FLASHRL_ variables for the processes of a job.
+"""Our environment variables, ``FLASHRL_*``, for the processes of a job.
 
 Ray's workers inherit the environment of the node's own daemon, not of the script that starts the
 job, so whoever starts one carries them in the job's runtime environment.
@@ -16,7 +16,7 @@ _PREFIX = "FLASHRL_"
 
 
 def carried_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The FLASHRL_ variables that are set; a file by its absolute path.
+    """Those of our variables that are set; a file by its absolute path.
 
     Example:
         >>> carried_variables({"FLASHRL_CONFIG": "int8", "HOME": "/"})
