@@ -294,6 +294,7 @@ def test_verls_default_is_off_and_measures_plain_ratios() -> None:
     section = configure().algorithm.rollout_correction
     assert not is_on(section)
     assert read_options(section).level == "none"
+    assert read_options({"rollout_is": "token", "rollout_is_threshold": None}).level == "none"
 
 
 def test_the_warnings_come_from_the_librarys_logger(caplog: pytest.LogCaptureFixture) -> None:

@@ -164,6 +164,49 @@ def test_the_adapter_is_found_and_can_work_here(monkeypatch: pytest.MonkeyPatch)
     assert adapter.check().ok
 
 
+SCREEN_IN_BYPASS_MODE = """
+import hydra, ray, torch, verl.trainer
+import transfer_queue as tq
+from pathlib import Path
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from flashrl.trainers.verl.trainer import screened
+
+class Trainer:
+    folder = str(Path(verl.trainer.__file__).parent / "config")
+    with hydra.initialize_config_dir(folder, version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=[
+            "algorithm.rollout_correction.bypass_mode=true",
+            "transfer_queue.backend.SimpleStorage.num_data_storage_units=1"])
+
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+ray.init(address="local", num_cpus=4, include_dashboard=False)
+tq.init(Trainer.config.transfer_queue)
+where = {"keys": ["a", "b"], "partition_id": "train"}
+fields = {
+    "rollout_log_probs": nested([-1.0, float("nan"), -2.0], [-0.5, -0.25]),
+    "response_mask": nested([1, 1, 1], [1, 1]),
+}
+tq.kv_batch_put(**where, fields=TensorDict(fields, batch_size=2))
+metrics = {}
+compute_old_log_prob = screened(lambda self, batch, metrics: batch)
+compute_old_log_prob(Trainer(), KVBatchMeta(**where, tags=[{}, {}]), metrics)
+stored = tq.kv_batch_get(**where, select_fields=list(fields))
+print(metrics, *([row.tolist() for row in stored[name].unbind()] for name in fields))
+tq.close()
+"""
+
+
+def test_in_bypass_mode_what_verl_has_stored_is_screened() -> None:
+    """There the rollout's log-probabilities become the old ones before anything looks at them."""
+    result = run(SCREEN_IN_BYPASS_MODE)
+    metrics = {"flashrl/num_unusable": 1}
+    wanted = f"{metrics} [[-1.0, 0.0, -2.0], [-0.5, -0.25]] [[1, 0, 1], [1, 1]]"
+    assert wanted in result.stdout.splitlines()
+
+
 SEND_AND_RECEIVE = """
 import asyncio, threading, torch
 from pathlib import Path

@@ -71,6 +71,16 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def test_linear_weights_travel_in_8_bit_if_asked(int8_run: Any) -> None:
+    """A quarter of FP32; what the engine holds is the same bits, as for any other sync."""
+    for sync in int8_run.received(0):
+        scales = {f"{name}_scale" for name in LINEARS}
+        assert sync.keys() == int8_run.trainer_weights(0).keys() | scales
+        assert {n for n, (dtype, _) in sync.items() if dtype == "torch.int8"} == LINEARS
+        num_bytes = sum(num_bytes for name, (_, num_bytes) in sync.items() if name in LINEARS)
+        assert num_bytes == sum(int8_run.trainer_weights(0)[name].numel() for name in LINEARS)
+
+
 def test_weights_travel_as_the_trainer_holds_them_unless_asked(hybrid_run: Any) -> None:
     for replica in range(2):
         for sync in hybrid_run.received(replica):
