@@ -146,7 +146,7 @@ def train(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> R
             stderr=subprocess.STDOUT,
             env=dict(environ),
             cwd=folder,
-            timeout=540,
+            timeout=1200,
         )
     assert result.returncode == 0, log.read_text()[-6000:]
     return Run(folder=folder, log=log.read_text())
@@ -179,12 +179,15 @@ def bf16_run(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def fp8_run(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """``flashrl run`` on a cluster of two nodes, whose daemons know nothing of FLASHRL_CONFIG."""
+    """``flashrl run`` on a cluster of two nodes, whose daemons know of no variable of ours.
+
+    Weights leave the trainer in 8 bit.
+    """
     folder = tmp_path_factory.mktemp("fp8")
     options = ["--scheme", "fp8_channel", "--correction", "icepop"]
     environ = environment(folder, job)
     with two_nodes(environ) as address:
-        here = {"RAY_ADDRESS": address}
+        here = {"RAY_ADDRESS": address, "FLASHRL_QUANTIZED_SYNC": "1"}
         return train([*RUN, *options, "--", *arguments(folder, job)], folder, environ | here)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -153,3 +154,16 @@ def test_a_missing_log_probability_is_masked_and_named(int8_run: Any) -> None:
     assert len(gaps) == 1
     assert "missing or not finite: 1 of 16 tokens" in int8_run.log
     assert sum(int8_run.scalars("flashrl/num_unusable")) == pytest.approx(1 / 8)
+
+
+def test_linears_leave_the_trainer_in_8_bit_if_asked(fp8_run: Any, bf16_run: Any) -> None:
+    """OpenRLHF's worker prints what it receives: here bytes of values and of a scale a row."""
+    found = re.findall(
+        r"update weight: flashrl-packed:(\d+)x(\d+):\S+_proj\.weight, dtype: torch\.bfloat16, "
+        r"shape: \[(\d+)\]",
+        fp8_run.log,
+    )
+    assert len(found) == 7 * 2 * NUM_STEPS
+    for rows, columns, length in (map(int, sizes) for sizes in found):
+        assert 2 * length == rows * columns + 4 * rows
+    assert "flashrl-packed" not in bf16_run.log

@@ -112,7 +112,7 @@ def train(job: Path, vllm_site: Path) -> Any:
                 stderr=subprocess.STDOUT,
                 env=environ,
                 cwd=folder,
-                timeout=540,
+                timeout=1200,
             )
         assert result.returncode == 0, log.read_text()[-6000:]
         return Run(folder=folder, log=log.read_text())
