@@ -1,7 +1,7 @@
 """Every check of the project, each in an environment of its own.
 
-``nox`` alone runs what continuous integration runs, ``nox -t full`` the engines and trainers, each with
-its own loop; ``nox --list`` says what else there is.
+``nox`` alone runs what continuous integration runs; ``nox -t full`` runs engines and trainers;
+``nox --list`` says what else there is.
 ``pip`` installs, and torch is pinned so that every session tests the same build; FLASHRL_TORCH
 names another.
 """
