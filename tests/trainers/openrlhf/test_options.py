@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,7 +121,8 @@ def test_our_option_without_a_name_is_an_error(given: list[str]) -> None:
 
 
 def test_the_job_carries_our_variables_and_our_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLASHRL_REQUIRE_TRAINER", raising=False)
+    for name in [name for name in os.environ if name.startswith("FLASHRL_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("FLASHRL_CONFIG", "fp8_channel")
     given = {"env_vars": {"NCCL_DEBUG": "WARN"}, "working_dir": "here"}
     runtime_env = carrying(lambda **kwargs: kwargs)(runtime_env=given)["runtime_env"]
