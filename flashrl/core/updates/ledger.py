@@ -10,7 +10,7 @@ import torch
 
 from flashrl.core.interfaces import NamedTensors, WeightInfo
 from flashrl.core.names import NameIndex
-from flashrl.core.updates.pushes import checkpoint_tensors
+from flashrl.core.updates.pushes import checkpoint_tensors, find_layout
 from flashrl.errors import FlashRLError, WeightUpdateError
 
 __all__ = ["UpdateLedger", "load_each"]
@@ -51,7 +51,9 @@ class UpdateLedger:
             lora_scale: alpha / rank, where LoRA factors are to be merged.
         """
         try:
-            for raw_name, tensor in checkpoint_tensors(named_tensors, lora_scale=lora_scale):
+            for raw_name, tensor in checkpoint_tensors(
+                named_tensors, lora_scale=lora_scale, layout=find_layout(self.expected)
+            ):
                 found = self._index.find(raw_name) or raw_name
                 name = self._by_alias.get(found, found)
                 fault = self._fault(name, tensor)

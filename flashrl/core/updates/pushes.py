@@ -21,6 +21,7 @@ __all__ = [
     "EXPERT_LAYOUTS",
     "ExpertLayout",
     "checkpoint_tensors",
+    "find_layout",
     "gather",
     "merge_lora",
     "split_experts",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _LORA = re.compile(r"(?P<layer>.+)\.(?P<factor>lora_[A-Za-z_]+)(\.weight)?")
+_EXPERT = re.compile(r".+\.(?P<block>[^.]+)\.experts\.0\.(?P<gate>[^.]+)\.weight")
 _STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)(?P<bias>_bias)?")
 
 
@@ -125,6 +127,24 @@ EXPERT_LAYOUTS: Mapping[str, ExpertLayout] = MappingProxyType(
     }
 )
 """Stacks of transformers 5, by ``config.model_type``; most other types are as ``qwen2_moe``."""
+
+
+def find_layout(names: Iterable[str]) -> ExpertLayout:
+    """The layout whose names for single experts an engine has.
+
+    Args:
+        names: Checkpoint names of what the engine holds.
+
+    Returns:
+        The first of :data:`EXPERT_LAYOUTS` that calls an expert so, or that of ``qwen2_moe``.
+
+    Example:
+        >>> find_layout(["model.layers.0.block_sparse_moe.experts.0.w1.weight"]).up
+        'w3'
+    """
+    found = {match.group("block", "gate") for match in map(_EXPERT.fullmatch, names) if match}
+    layouts = EXPERT_LAYOUTS.values()
+    return next((x for x in layouts if (x.block, x.gate) in found), EXPERT_LAYOUTS["qwen2_moe"])
 
 
 def split_experts(
