@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from flashrl.core.schemes import PRESETS, QuantScheme
 from flashrl.core.viability import Viability
-from flashrl.errors import MissingDependencyError, UnsupportedError
+from flashrl.errors import MissingDependencyError, SchemeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from flashrl.core.profiles import Profile
     from flashrl.engines.sglang.attached import AttachedSGLang
 
@@ -60,17 +62,22 @@ class SGLangAdapter:
     ) -> Mapping[str, Any]:
         """Keyword arguments of ``sgl.Engine`` that start it 8-bit.
 
-        A preset has a name in SGLang; any other scheme travels in the model's configuration.
+        A preset has a name in SGLang; any other scheme travels in the model's configuration, and
+        so does the path of a profile, which is written to a temporary file for the schedulers of
+        this machine.
 
         Raises:
-            UnsupportedError: The scheme or a profile asks for what the engine has not.
+            UnsupportedError: The scheme asks for what the engine has not.
+            SchemeError: It wants static scales, and there is no profile.
         """
-        _refuse_unsupported(scheme, profile)
+        _check_scheme(scheme, profile)
         if not scheme.quantized:
             return {}
-        if PRESETS.get(scheme.name) == scheme:
+        if profile is None and PRESETS.get(scheme.name) == scheme:
             return {"quantization": f"flashrl_{scheme.name}"}
         config = {"quant_method": "flashrl", "scheme": attrs.asdict(scheme)}
+        if profile is not None:
+            config["profile"] = _write(profile)
         override = json.dumps({"quantization_config": config})
         return {"quantization": "flashrl", "json_model_override_args": override}
 
@@ -93,7 +100,7 @@ class SGLangAdapter:
         place: dict[str, Any] = {}
         if not torch.cuda.is_available():
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-            place = {"device": "cpu", "attention_backend": "torch_native"}
+            place = {"device": "cpu", "attention_backend": "torch_native", "sleep_on_idle": True}
         import sglang
 
         engine = sglang.Engine(
@@ -119,22 +126,31 @@ class SGLangAdapter:
         """Make a running engine 8-bit in place, or take over one that was started 8-bit.
 
         Raises:
-            SchemeError: The scheme fits no layer, or not one that the message names.
+            SchemeError: The scheme fits no layer, or not one that the message names; or it wants
+                static scales that no profile has.
+            ProfileError: The profile does not fit the model.
             UnsupportedError: The engine cannot change any more; the message says how to start it.
         """
         from flashrl.engines.sglang.attached import AttachedSGLang
 
-        _refuse_unsupported(scheme, profile)
-        return AttachedSGLang(engine, scheme)
+        _check_scheme(scheme, profile)
+        return AttachedSGLang(engine, scheme, profile=profile)
 
 
-def _refuse_unsupported(scheme: QuantScheme, profile: Profile | None) -> None:
+def _write(profile: Profile) -> str:
+    """Write a profile where this machine's schedulers find it, until this process ends."""
+    folder = tempfile.mkdtemp(prefix="flashrl-profile-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / "profile.safetensors"
+    profile.save(path)
+    return str(path)
+
+
+def _check_scheme(scheme: QuantScheme, profile: Profile | None) -> None:
     """Refuse what would otherwise be left out in silence."""
     faults = [
         fault
         for fault, asked in (
-            ("profiles (fold the smoothing factors into the checkpoint)", profile is not None),
-            ("static scales (dynamic=False)", not scheme.dynamic),
             ("pruning of dead neurons", scheme.prune_dead_neurons),
             ("an fp8 KV cache, which needs calibrated scales", scheme.kv_cache is not None),
         )
@@ -143,5 +159,10 @@ def _refuse_unsupported(scheme: QuantScheme, profile: Profile | None) -> None:
     if faults:
         raise UnsupportedError(
             f"scheme {scheme.name!r} asks for {', and for '.join(faults)}; flashrl's SGLang engine "
-            "computes its scales at every update, and has none of these"
+            "has neither: leave it out"
+        )
+    if scheme.quantized and not scheme.dynamic and profile is None:
+        raise SchemeError(
+            f"scheme {scheme.name!r} has static scales (dynamic=False), which come from a profile; "
+            "pass one, or a dynamic scheme"
         )

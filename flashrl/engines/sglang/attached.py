@@ -20,10 +20,11 @@ from torch import Tensor
 
 from flashrl import errors
 from flashrl.core.interfaces import Capabilities, NamedTensors, WeightInfo
+from flashrl.core.profiles import Profile
 from flashrl.core.rollouts import Rollout, SamplingParams
 from flashrl.core.schemes import PRESETS, QuantScheme
 from flashrl.engines.sglang import compat
-from flashrl.engines.sglang.gate import parse_faults
+from flashrl.engines.sglang.faults import parse_faults
 from flashrl.engines.sglang.log_probs import (
     build_request,
     build_rollout,
@@ -47,12 +48,13 @@ class AttachedSGLang:
     Args:
         engine: A running ``sgl.Engine``, in 16 bit or started 8-bit with the same scheme.
         scheme: How its linears are stored.
+        profile: Smoothing factors and static scales.
 
     Raises:
         UnsupportedError: The engine is spread over replicas or stages, or its graphs are captured.
     """
 
-    def __init__(self, engine: Any, scheme: QuantScheme) -> None:
+    def __init__(self, engine: Any, scheme: QuantScheme, *, profile: Profile | None = None) -> None:
         self._engine = engine
         self._check_alive()
         compat.check_engine(engine, scheme)
@@ -61,7 +63,11 @@ class AttachedSGLang:
         self._vocab = int(engine.tokenizer_manager.model_config.vocab_size)
         self.capabilities = _capabilities(support=self._support, vocab=self._vocab)
         self._flush()
-        self._call("attach", scheme=attrs.asdict(scheme))
+        with tempfile.TemporaryDirectory(prefix="flashrl-") as folder:
+            path = str(Path(folder) / "profile.safetensors") if profile is not None else None
+            if profile is not None and path is not None:
+                profile.save(path)
+            self._call("attach", scheme=attrs.asdict(scheme), profile=path)
         self._flush()
 
     def weights(self) -> Mapping[str, WeightInfo]:
@@ -221,7 +227,7 @@ class AttachedSGLang:
         self._check_alive()
         # A scheduler answers a request a little before it counts it as finished.
         for wait in (*[0.02] * 50, *[0.2] * 20):
-            if getattr(self._engine.flush_cache(), "success", True):
+            if all(rank["idle"] for rank in self._call("flush")):
                 return
             time.sleep(wait)
         raise EngineStateError(
@@ -248,6 +254,8 @@ def _capabilities(*, support: int, vocab: int) -> Capabilities:
         schemes=tuple(PRESETS),
         exact_log_probs=frozenset(exact),
         generates=True,
+        static_scales=True,
+        smoothing=True,
         mixture_of_experts=True,
         detaches=True,
     )

@@ -7,6 +7,7 @@ gone in a newer version is an error at start, not a silence.  Kernels are in :mo
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import pkgutil
@@ -47,8 +48,13 @@ _DIRECT = (
     "sglang.srt.model_executor.model_runner_components.weight_updater._model_load_weights_direct",
     "sglang.srt.model_executor.model_runner._model_load_weights_direct",  # 0.5.12
 )
+_ARGUMENTS = (
+    "sglang.srt.server_args.ServerArgs.resolve_once",
+    "sglang.srt.server_args.ServerArgs.__post_init__",  # 0.5.12
+)
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _registered = False
+_noted_rank: int | None = None
 
 
 def register() -> None:
@@ -67,6 +73,8 @@ def register() -> None:
 
     manager = _first_of(_MANAGERS)
     for target, kind, hook in (
+        (_first_of(_ARGUMENTS), "BEFORE", hooks.ask_for_8_bit),
+        (f"{_SCHEDULER}.__init__", "BEFORE", _note_rank),
         ("sglang.srt.configs.model_config.ModelConfig._verify_quantization", "BEFORE",
          hooks.follow_config),
         ("sglang.srt.model_loader.loader._initialize_model", "AFTER", hooks.guard_model),
@@ -121,14 +129,23 @@ def tensor_parallel_rank(scheduler: Any) -> int:
     return int(scheduler.tp_group.rank_in_group)
 
 
+def _note_rank(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Remember the data-parallel rank, which versions before 0.5.23 tell the scheduler alone."""
+    global _noted_rank
+    given = inspect.signature(type(scheduler).__init__).bind(scheduler, *args, **kwargs).arguments
+    _noted_rank = given.get("dp_rank")
+
+
 def data_parallel_rank() -> int:
     """This process's data-parallel rank; 0 without data parallelism, and in the main process."""
-    try:
-        from sglang.srt.runtime_context import get_parallel
+    rank = _noted_rank
+    if rank is None:
+        try:
+            from sglang.srt.runtime_context import get_parallel
 
-        rank = get_parallel().dp_rank
-    except (ImportError, AttributeError, RuntimeError):  # 0.5.12, or nothing published yet
-        rank = None
+            rank = get_parallel().dp_rank
+        except (ImportError, AttributeError, RuntimeError):  # 0.5.12, or nothing published yet
+            rank = None
     return int(rank or 0)
 
 

@@ -9,11 +9,13 @@ import attrs
 import torch
 from sglang.srt.layers.linear import ColumnParallelLinear, LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from torch import nn
+from torch import Tensor, nn
 
 from flashrl.core.names import LayerRules
+from flashrl.core.profiles import Profile
 from flashrl.core.schemes import QuantScheme
 from flashrl.engines.sglang import compat
+from flashrl.engines.sglang.gate import WeightGate
 from flashrl.engines.sglang.linear import FlashRLLinearMethod, refuse_split_scale
 from flashrl.engines.sglang.moe import FlashRLMoEMethod
 from flashrl.engines.sglang.storage import QuantizedStorage
@@ -32,30 +34,40 @@ class _Swap:
 
 
 class Conversion:
-    """A model's 8-bit layers, and the way back.
+    """A model's 8-bit layers, the gate before them, and the way back.
 
     Args:
         model: A model of SGLang's in 16 bit; its layers are quantized from what they hold.
         scheme: How they are stored, and which ones.
+        profile: Smoothing factors and static scales, applied to whatever is loaded.
 
     Raises:
-        SchemeError: The scheme fits no layer, or not one that it names; the model is as it was.
+        SchemeError: The scheme fits no layer, or not one that it names, or wants static scales that
+            the profile lacks; the model is as it was.
+        ProfileError: The profile does not fit the model; the model is as it was.
         UnsupportedError: The model is quantized already, by something else.
     """
 
-    def __init__(self, model: nn.Module, scheme: QuantScheme) -> None:
+    def __init__(
+        self, model: nn.Module, scheme: QuantScheme, *, profile: Profile | None = None
+    ) -> None:
         self._swaps: list[_Swap] = []
+        self._gate: WeightGate | None = None
         try:
             for name, layer in _convertible(model, scheme):
                 self._swaps.append(_swap(name, layer, scheme))
+            if scheme.quantized and not self._swaps:
+                raise SchemeError(
+                    f"scheme {scheme.name!r} fits no layer of {type(model).__name__}: "
+                    f"targets {list(scheme.targets)}, ignore {list(scheme.ignore)}"
+                )
+            model_type = compat.model_type_of(model)
+            self._gate = WeightGate(model, model_type=model_type, profile=profile)
+            self._gate.open()
+            self._load()
         except Exception:
             self.undo()
             raise
-        if scheme.quantized and not self._swaps:
-            raise SchemeError(
-                f"scheme {scheme.name!r} fits no layer of {type(model).__name__}: "
-                f"targets {list(scheme.targets)}, ignore {list(scheme.ignore)}"
-            )
 
     def undo(self) -> None:
         """Put the 16-bit layers back.
@@ -64,10 +76,51 @@ class Conversion:
         """
         for swap in self._swaps:
             for leaf, home in swap.homes.items():
+                parameter = getattr(swap.layer, leaf)
                 delattr(swap.layer, f"{leaf}_scale")
-                swap.layer.register_parameter(leaf, home.restore())
+                values = None if home.original is not None else self._unsmoothed(parameter)
+                swap.layer.register_parameter(leaf, home.restore(values))
             _set_method(swap.layer, swap.method)
-        self._swaps = []
+        if self._gate is not None:
+            for name, tensor in self._gate.pushed.items():
+                self._gate.slots[name].held().copy_(tensor)
+            self._gate.remove()
+        self._swaps, self._gate = [], None
+
+    def _load(self) -> None:
+        """Quantize what the layers held, and smooth what is kept."""
+        assert self._gate is not None  # it was made just now
+        slots = self._gate.slots.values()
+        for swap in self._swaps:
+            for leaf, home in swap.homes.items():
+                parameter, original = getattr(swap.layer, leaf), home.original
+                assert original is not None  # nothing was pushed yet
+                inside = [slot for slot in slots if slot.parameter is parameter]
+                values = self._gate.smooth_parts(original.detach(), inside)
+                try:
+                    home.load(values.flatten(0, -2), row=0)
+                finally:
+                    home.original = original
+        for slot in slots:
+            if slot.scheme is None and self._gate.smoothing_of(slot) is not None:
+                held = slot.parameter.detach()
+                held.copy_(self._gate.smooth_parts(held, [slot]))
+
+    def _unsmoothed(self, parameter: Any) -> Tensor:
+        """A parameter's dequantized values, as they were before smoothing, [out, in]."""
+        assert self._gate is not None  # an update came through it
+        home: QuantizedStorage = parameter.home
+        values = home.read(slice(0, home.weight.shape[0]))
+        for slot in self._gate.slots.values():
+            smoothing = self._gate.smoothing_of(slot) if slot.parameter is parameter else None
+            if smoothing is None:
+                continue
+            smoothing, rows = slot.cut_smoothing(smoothing), values[slot.rows]
+            if smoothing.columns is not None:
+                rows.div_(smoothing.columns.to(rows.device))
+            if smoothing.rows is not None:
+                rows.mul_(smoothing.rows.to(rows.device)[:, None])
+        return values
 
 
 def _convertible(model: nn.Module, scheme: QuantScheme) -> Iterator[tuple[str, Any]]:
@@ -95,7 +148,7 @@ def _swap(name: str, layer: Any, scheme: QuantScheme) -> _Swap:
         split = isinstance(layer, ColumnParallelLinear) and compat.rank_of(layer)[1] > 1
         refuse_split_scale(name, scheme, split=split)
         method = FlashRLLinearMethod(scheme, name)
-        homes = {"weight": _quantize(name, scheme, _partition_sizes(layer), layer.weight)}
+        homes = {"weight": _make_room(name, scheme, _partition_sizes(layer), layer.weight)}
         method.install(layer, homes["weight"], _loader_of(layer.weight))
     else:
         method = FlashRLMoEMethod(scheme, name)
@@ -107,7 +160,7 @@ def _swap(name: str, layer: Any, scheme: QuantScheme) -> _Swap:
         }
         loader = _loader_of(layer.w13_weight)
         homes = {
-            leaf: _quantize(name, scheme, sizes, getattr(layer, leaf))
+            leaf: _make_room(name, scheme, sizes, getattr(layer, leaf))
             for leaf, sizes in parts.items()
         }
         method.install(layer, experts, homes["w13_weight"], homes["w2_weight"], loader)
@@ -122,12 +175,12 @@ def _set_method(layer: Any, method: Any) -> None:
     layer.quant_method = method
 
 
-def _quantize(
+def _make_room(
     name: str, scheme: QuantScheme, parts: Sequence[int], parameter: nn.Parameter
 ) -> QuantizedStorage:
-    values = parameter.detach().flatten(0, -2)
-    home = QuantizedStorage.allocate(name, scheme, parts, values.shape[1], device=values.device)
-    home.load(values, row=0)
+    home = QuantizedStorage.allocate(
+        name, scheme, parts, parameter.shape[-1], device=parameter.device
+    )
     home.original = parameter
     return home
 

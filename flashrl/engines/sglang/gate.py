@@ -1,13 +1,12 @@
 """What stands before a model's own ``load_weights``: bad tensors do not get past it.
 
 SGLang leaves out names that it does not know, pads shapes that do not fit, and ends the whole
-engine on an exception.  The gate lets through what fits, and remembers the rest by name.
+engine on an exception.  The gate lets through what fits, smoothed as the profile says, and
+remembers the rest by name.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -17,18 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from flashrl.core.names import NameIndex
+from flashrl.core.profiles import Profile
+from flashrl.core.profiles.smoothing import Smoothing
 from flashrl.core.updates.pushes import EXPERT_LAYOUTS, ExpertLayout, checkpoint_tensors
+from flashrl.engines.sglang.faults import as_error, find_fault, find_nonfinite
+from flashrl.engines.sglang.halves import Halves, is_half, weight_of
 from flashrl.engines.sglang.slots import Slot, by_alias, find_slots
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
-from flashrl.errors import FlashRLError, WeightUpdateError
+from flashrl.errors import FlashRLError, SchemeError, UnsupportedError, WeightUpdateError
 
-__all__ = ["WeightGate", "gate_of", "parse_faults"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["WeightGate", "gate_of"]
 
 # What checkpoints carry and models do not need.
 _EXTRA = re.compile(r".*(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.attn\.(masked_)?bias)$")
-_MARK = " flashrl-faults: "
+_RELEASED = "the weights were released, and this one was not pushed since"
 
 
 class WeightGate:
@@ -37,39 +38,48 @@ class WeightGate:
     Args:
         model: A model of SGLang's; its ``load_weights`` is wrapped.
         model_type: Its ``config.model_type``.
+        profile: Smoothing factors and static scales.
+
+    Raises:
+        ProfileError: The profile does not fit the model; ``load_weights`` is as it was.
+        SchemeError: The scheme has static scales, and the profile lacks one.
 
     Attributes:
         slots: Every tensor of a full update, by checkpoint name.
-        owed: Names that must be pushed before the engine may generate again.
+        owed: Why weights must be pushed before the engine may generate again, by name.
+        pushed: Kept tensors that smoothing changed, as they were pushed.
 
     Until :meth:`open` it takes a checkpoint's names as they are, and lets through what the model
     has not; from then on such a name is an error.
     """
 
-    def __init__(self, model: Any, *, model_type: str = "") -> None:
+    def __init__(self, model: Any, *, model_type: str = "", profile: Profile | None = None) -> None:
         self._model = model
-        self._model_type = model_type
+        self._layout = EXPERT_LAYOUTS.get(model_type, ExpertLayout())
+        self.profile = profile
         self._load = model.load_weights
         self._opened = False
         self._faults: dict[str, str] = {}
-        self._passed: set[str] = set()
-        self.owed: set[str] = set()
-        self.refresh()
-        model.flashrl_gate = self
-        model.load_weights = self.load_weights
-
-    def refresh(self) -> None:
-        """Look again where tensors live, after layers were swapped."""
-        self.slots = find_slots(self._model, model_type=self._model_type)
+        self._passed: dict[str, Slot] = {}
+        self._arrived: set[str] = set()
+        self._halves = Halves()
+        self.owed: dict[str, str] = {}
+        self.pushed: dict[str, Tensor] = {}
+        self.slots = find_slots(model, layout=self._layout)
         self._named = by_alias(self.slots)
         self._index = NameIndex(tuple(self._named))
-        self._by_row = {
+        if profile is not None:
+            profile.check({name: slot.shape for name, slot in self.slots.items()})
+        self._set_static_scales()
+        by_row = {
             (id(slot.parameter.home), slot.rows.start): slot
             for slot in self.slots.values()
             if isinstance(slot.parameter, QuantizedParameter)
         }
         for home in self._homes():
-            home.report = partial(self._refuse, id(home))
+            home.report = partial(self._refuse, by_row, id(home))
+        model.flashrl_gate = self
+        model.load_weights = self.load_weights
 
     def open(self) -> None:
         """Note that the model is loaded; what comes from now on is pushed."""
@@ -81,20 +91,37 @@ class WeightGate:
             home.report = None
         del self._model.load_weights, self._model.flashrl_gate
 
+    def smoothing_of(self, slot: Slot) -> Smoothing | None:
+        """What the profile does to a whole tensor."""
+        return None if self.profile is None else self.profile.smoothing_for(slot.name)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
         """Load what fits, with the model's own loader.
 
         Raises:
             WeightUpdateError: Some tensors were refused, after all others were loaded.
         """
-        self._faults, self._passed = {}, set()
-        admitted = self._admit(weights) if self._opened else self._check(weights)
-        result = self._load(admitted, *args, **kwargs)
-        self.owed -= self._passed - self._faults.keys()
-        self._raise_faults()
+        self._faults, self._passed, self._arrived = {}, {}, set()
         if not self._opened:
+            result = self._load(self._check(weights), *args, **kwargs)
+            self._raise_faults()
             for home in self._homes():
                 home.check_complete()
+            return result
+        admitted = self._admit(weights)
+        try:
+            result = self._load(admitted, *args, **kwargs)
+        except Exception as error:
+            # SGLang's own complaint.  The rest is read, since senders wait for one another.
+            reason = f"SGLang's loader refused it: {type(error).__name__}: {error}"
+            self._faults[next(reversed(self._passed), "weights")] = reason
+            for name, _ in admitted:
+                self._faults.setdefault(name, "not loaded, because of another tensor of the push")
+        for name, slot in self._passed.items():
+            if name not in self._faults and not _came(slot):
+                self._faults[name] = "SGLang's loader left it out"
+        self._settle(self._passed.keys() - self._faults.keys())
+        self._raise_faults()
         return result
 
     def load_direct(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -107,20 +134,45 @@ class WeightGate:
         parameters = dict(self._model.named_parameters())
         for name, tensor in named_tensors:
             parameter = parameters.get(name)
-            if parameter is None:
-                self._faults[name] = "the engine has no such parameter"
+            inside = [slot for slot in self.slots.values() if slot.parameter is parameter]
+            if parameter is None or not inside:
+                self._faults[name] = "the engine has no such parameter in 16 bit"
                 continue
-            fault = _find_fault(tensor, tuple(parameter.shape)) or _find_nonfinite(tensor)
+            fault = find_fault(tensor, tuple(parameter.shape)) or find_nonfinite(tensor)
             if fault:
                 self._faults[name] = fault
                 continue
-            parameter.data.copy_(tensor)
-            self.owed -= {s.name for s in self.slots.values() if s.parameter is parameter}
+            parameter.data.copy_(self.smooth_parts(tensor, inside))
+            for slot in inside:
+                self._halves.forget(slot)
+            self._settle({slot.name for slot in inside} - self._faults.keys())
         self._raise_faults()
 
     def lose_all(self) -> None:
         """Note that every weight is gone until it is pushed again."""
-        self.owed = set(self.slots)
+        self.owed = dict.fromkeys(self.slots, _RELEASED)
+
+    def check_whole(self) -> None:
+        """Complain if what :meth:`load_weights` was called with last was no whole checkpoint.
+
+        Raises:
+            WeightUpdateError: Names what it lacks; that must come before the engine generates.
+        """
+        missing = [name for name in self.slots if name not in self._arrived]
+        for name in missing:
+            self.owed.setdefault(name, "the checkpoint that was loaded last lacks it")
+        if missing:
+            raise WeightUpdateError(f"no whole checkpoint: {self.find_debt()}", missing=missing)
+
+    def find_debt(self) -> str | None:
+        """Why the engine may not generate now, for people; None if it may."""
+        if not self.owed:
+            return None
+        name, reason = next(iter(self.owed.items()))
+        return (
+            f"{len(self.owed)} of {len(self.slots)} weights are missing ({name}: {reason}); "
+            "push a full update before generating"
+        )
 
     def _homes(self) -> Iterator[QuantizedStorage]:
         homes = {
@@ -130,18 +182,32 @@ class WeightGate:
         }
         yield from homes.values()
 
+    def _set_static_scales(self) -> None:
+        for name, slot in self.slots.items():
+            parameter, scheme = slot.parameter, slot.scheme
+            if not isinstance(parameter, QuantizedParameter) or scheme is None or scheme.dynamic:
+                continue
+            scale = self.profile.scale_for(name) if self.profile is not None else None
+            if scale is None:
+                raise SchemeError(
+                    f"scheme {scheme.name!r} has static scales, and the profile has none for "
+                    f"{name}; pass a profile that has, or a dynamic scheme"
+                )
+            parameter.home.scale_of(slot.rows).copy_(slot.cut_scale(scale))
+
     def _admit(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What fits of a push, under names that SGLang's loader knows."""
-        layout = EXPERT_LAYOUTS.get(self._model_type, ExpertLayout())
         try:
-            for name, tensor in checkpoint_tensors(weights, layout=layout):
-                slot = self._named.get(self._index.find(name) or name)
+            for name, tensor in checkpoint_tensors(weights, layout=self._layout):
+                weight = weight_of(name)
+                slot = self._named.get(self._index.find(weight) or weight)
                 if slot is None:
                     if not _EXTRA.match(name):
                         self._faults[name] = "the engine has no such weight"
+                elif is_half(name, tensor):
+                    self._take_half(name, tensor, slot)
                 elif self._fits(name, tensor, slot, shape=slot.shape):
-                    # SGLang knows a tied tensor by its first name only.
-                    yield (slot.name if name in slot.aliases else name), tensor
+                    yield slot.name, self._smooth(tensor, slot)
         except WeightUpdateError as error:  # after the last tensor
             self._faults.update(error.faults)
 
@@ -149,37 +215,82 @@ class WeightGate:
         """What fits of a checkpoint on disk; names and shapes are SGLang's own business there."""
         for name, tensor in weights:
             slot = self._named.get(name)
-            if slot is None or self._fits(name, tensor, slot, shape=tuple(tensor.shape)):
+            if slot is None:
                 yield name, tensor
+            elif self._fits(name, tensor, slot, shape=tuple(tensor.shape)):
+                yield name, self._smooth(tensor, slot)
 
     def _fits(self, name: str, tensor: Tensor, slot: Slot, *, shape: tuple[int, ...]) -> bool:
         """Whether a tensor is of a shape and holds 16- or 32-bit numbers; notes it if not."""
-        fault = _find_fault(tensor, shape)
-        if fault is None and slot.scheme is None:  # quantizing finds what is not finite itself
-            fault = _find_nonfinite(tensor)
+        fault = find_fault(tensor, shape)
+        # Quantizing finds what is not finite itself, if this rank has all of it.
+        if fault is None and (slot.scheme is None or slot.ranks > 1):
+            fault = find_nonfinite(tensor)
         if fault:
             self._faults[name] = fault
-        else:
-            self._passed.add(slot.name)
-        return fault is None
+            return False
+        self._passed[slot.name] = slot
+        self._halves.forget(slot)
+        if isinstance(slot.parameter, QuantizedParameter):
+            slot.parameter.home.expect(slot.rows.start)
+        return True
 
-    def _refuse(self, home: int, row: int, error: FlashRLError) -> None:
-        slot = self._by_row.get((home, row))
+    def _take_half(self, name: str, tensor: Tensor, slot: Slot) -> None:
+        try:
+            if slot.name in self._passed:
+                raise SchemeError("came beside the same weight in 16 bit; push one of them")
+            if self.smoothing_of(slot) is not None or (slot.scheme and not slot.scheme.dynamic):
+                raise UnsupportedError(
+                    "was quantized by the sender, and the engine's profile has a say in that; "
+                    "push it in 16 bit, or start the engine without the profile"
+                )
+            missing = self._halves.take(name, tensor, slot)
+        except FlashRLError as error:
+            self._faults[name] = str(error)
+            return
+        if missing is None:
+            self._settle([slot.name])
+        else:
+            self.owed[slot.name] = missing
+
+    def _smooth(self, tensor: Tensor, slot: Slot) -> Tensor:
+        """A whole tensor as the engine stores it."""
+        smoothing = self.smoothing_of(slot)
+        if smoothing is None:
+            return tensor
+        if slot.scheme is None:
+            self.pushed[slot.name] = slot.part(tensor).clone()
+        return smoothing.apply(tensor, dtype=torch.float32)
+
+    def smooth_parts(self, tensor: Tensor, inside: Iterable[Slot]) -> Tensor:
+        """A parameter of this rank's, made of the parts of some slots, as the engine stores it."""
+        smoothed = tensor
+        for slot in inside:
+            smoothing = self.smoothing_of(slot)
+            if smoothing is None:
+                continue
+            if smoothed is tensor:
+                smoothed = tensor.contiguous().to(torch.float32, copy=True)
+            rows = smoothed.flatten(0, -2) if smoothed.ndim == 3 else smoothed
+            if slot.scheme is None:
+                self.pushed[slot.name] = tensor[slot.rows].clone()
+            rows[slot.rows] = slot.cut_smoothing(smoothing).apply(rows[slot.rows])
+        return smoothed
+
+    def _settle(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._arrived.add(name)
+            self.owed.pop(name, None)
+
+    def _refuse(
+        self, by_row: dict[tuple[int, int], Slot], home: int, row: int, error: FlashRLError
+    ) -> None:
+        slot = by_row.get((home, row))
         self._faults[slot.name if slot else f"row {row}"] = str(error)
 
     def _raise_faults(self) -> None:
-        if not self._faults:
-            return
-        lines = [f"{name}: {fault}" for name, fault in list(self._faults.items())[:8]]
-        more = len(self._faults) - len(lines)
-        raise WeightUpdateError(
-            f"{len(self._faults)} tensors were refused, each is as it was: "
-            + "; ".join(lines)
-            + (f"; and {more} more" if more > 0 else "")
-            + _MARK
-            + json.dumps(self._faults),
-            faults=self._faults,
-        )
+        if self._faults:
+            raise as_error(self._faults)
 
 
 def gate_of(model: nn.Module) -> WeightGate | None:
@@ -188,24 +299,7 @@ def gate_of(model: nn.Module) -> WeightGate | None:
     return gate
 
 
-def parse_faults(message: str) -> dict[str, str]:
-    """The refused tensors that a message of SGLang's carries, by name."""
-    faults: dict[str, str] = {}
-    for found in message.split(_MARK)[1:]:
-        refused, _ = json.JSONDecoder().raw_decode(found)
-        faults.update(refused)
-    return faults
-
-
-def _find_fault(tensor: Tensor, shape: tuple[int, ...]) -> str | None:
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-        return f"has dtype {tensor.dtype}; float32, bfloat16 or float16 is expected"
-    if tuple(tensor.shape) != shape:
-        return f"has shape {tuple(tensor.shape)}, the engine's is {shape}"
-    return None
-
-
-def _find_nonfinite(tensor: Tensor) -> str | None:
-    if bool(torch.isfinite(tensor).all()):
-        return None
-    return "holds NaN or infinity; nothing was written"
+def _came(slot: Slot) -> bool:
+    """Whether what was expected was loaded; of a kept tensor nobody can tell."""
+    parameter = slot.parameter
+    return not isinstance(parameter, QuantizedParameter) or parameter.home.has(slot.rows.start)

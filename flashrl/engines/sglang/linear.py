@@ -67,7 +67,7 @@ class FlashRLLinearMethod(LinearMethodBase):  # type: ignore[misc]
         layer.register_parameter("weight", weight)
         register_scale(layer, "weight_scale", storage.scale)
         self.storage = storage
-        self.product = choose_product(self.scheme, storage.weight.device)
+        self.product = choose_product(self.scheme, storage.weight)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing is left to do, however often it is called."""

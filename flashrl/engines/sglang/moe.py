@@ -98,7 +98,7 @@ class FlashRLMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             register_scale(layer, f"{name}_scale", scale)
         self.gate_up, self.down = gate_up, down
         self.num_experts = num_experts
-        self.product = choose_product(self.scheme, gate_up.weight.device)
+        self.product = choose_product(self.scheme, gate_up.weight)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Keep SGLang's configuration, and its fused kernel on CUDA."""

@@ -7,10 +7,9 @@ import os
 import sys
 
 from flashrl.core.config import Entry, load_config
-from flashrl.core.schemes import QuantScheme
 from flashrl.errors import UnsupportedError
 
-__all__ = ["entry_of_rank", "register", "scheme_of_rank"]
+__all__ = ["entry_of_rank", "register", "require_entry"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,8 @@ def entry_of_rank() -> Entry | None:
     return config.for_rank(compat.data_parallel_rank())
 
 
-def scheme_of_rank() -> QuantScheme:
-    """The scheme of this process's data-parallel rank.
+def require_entry() -> Entry:
+    """What FLASHRL_CONFIG says for this process's data-parallel rank.
 
     Raises:
         UnsupportedError: FLASHRL_CONFIG is not set.
@@ -62,7 +61,7 @@ def scheme_of_rank() -> QuantScheme:
             "flashrl.launch_args('sglang', scheme), use flashrl_int8 or another preset, "
             "or set FLASHRL_CONFIG"
         )
-    return entry.quant_scheme
+    return entry
 
 
 def _check_entries() -> None:
@@ -76,7 +75,6 @@ def _check_entries() -> None:
         f"configs[{index}]: {key} is not supported; {instead}"
         for index, entry in enumerate(config.entries if config else ())
         for key, asked, instead in (
-            ("profile", entry.profile, "fold its smoothing factors into the checkpoint"),
             ("kv_cache", entry.kv_cache, "an fp8 KV cache needs calibrated scales"),
             ("lm_head_fp32", entry.lm_head_fp32, "start SGLang with --enable-fp32-lm-head"),
             ("prune_dead_neurons", entry.quant_scheme.prune_dead_neurons, "use int8"),

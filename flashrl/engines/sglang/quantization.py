@@ -12,6 +12,8 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from torch import nn
 
 from flashrl.core.names import FUSED, LayerRules
+from flashrl.core.profiles import Profile
+from flashrl.core.profiles.files import load_profile
 from flashrl.core.schemes import PRESETS, QuantScheme
 from flashrl.engines.sglang.linear import FlashRLLinearMethod, KeptLinearMethod
 from flashrl.engines.sglang.moe import FlashRLMoEMethod
@@ -28,20 +30,31 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
     Args:
         scheme: Which one; without it the class's preset, or what FLASHRL_CONFIG says for this
             data-parallel rank.
+        profile: Path of a profile.
     """
 
     preset: ClassVar[str | None] = None
 
-    def __init__(self, scheme: QuantScheme | None = None) -> None:
+    def __init__(self, scheme: QuantScheme | None = None, profile: str | None = None) -> None:
         super().__init__()
         if scheme is None and self.preset is not None:
             scheme = PRESETS[self.preset]
         if scheme is None:
-            from flashrl.engines.sglang.plugin import scheme_of_rank
+            from flashrl.engines.sglang.plugin import require_entry
 
-            scheme = scheme_of_rank()
+            entry = require_entry()
+            scheme, profile = entry.quant_scheme, entry.profile
         self.scheme = scheme
+        self._profile = profile
         self.rules = LayerRules.from_scheme(scheme, fused=FUSED)
+
+    def load_profile(self) -> Profile | None:
+        """Read the profile, if there is one.
+
+        Raises:
+            ProfileError: It cannot be read.
+        """
+        return load_profile(self._profile) if self._profile else None
 
     @classmethod
     def get_name(cls) -> str:
@@ -75,7 +88,7 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
                 f"the checkpoint is quantized already ({config.get('quant_method')}), and flashrl "
                 "quantizes 16-bit weights; load the 16-bit checkpoint"
             )
-        return cls(QuantScheme(**config["scheme"]))
+        return cls(QuantScheme(**config["scheme"]), config.get("profile"))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """The method of a layer: 8-bit, as it is, or None for SGLang's default."""

@@ -24,8 +24,9 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from flashrl.core.names import FUSED
+from flashrl.core.profiles.smoothing import Smoothing
 from flashrl.core.schemes import QuantScheme
-from flashrl.core.updates.pushes import EXPERT_LAYOUTS, ExpertLayout
+from flashrl.core.updates.pushes import ExpertLayout
 from flashrl.engines.sglang import compat
 from flashrl.engines.sglang.storage import QuantizedParameter
 
@@ -82,21 +83,50 @@ class Slot:
         return self.held().float().cpu()
 
     def held(self) -> Tensor:
-        """This rank's part as it is held in 16 bit."""
+        """This rank's part as it is held in 16 bit, a view."""
         data = self.parameter.detach()
         if data.ndim == 3 and len(self.shape) == 2:
             data = data.flatten(0, 1)
         return data[self.rows] if data.ndim else data
 
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole tensor, a view."""
+        return whole if self.dim is None else whole.chunk(self.ranks, self.dim)[self.rank]
 
-def find_slots(model: nn.Module, *, model_type: str = "") -> dict[str, Slot]:
+    def take(self, values: Tensor, scale: Tensor) -> None:
+        """Put this rank's part of a weight that is quantized already in place.
+
+        Args:
+            values: 8-bit, of the scheme's dtype, the whole weight.
+            scale: Shaped as the scheme says for the whole weight.
+        """
+        assert isinstance(self.parameter, QuantizedParameter)  # whoever calls looked
+        self.parameter.home.take(self.part(values), self.cut_scale(scale), row=self.rows.start)
+
+    def cut_scale(self, scale: Tensor) -> Tensor:
+        """What of a whole weight's scale belongs to this rank's part, (rows, 1) or by blocks."""
+        if scale.numel() == 1:
+            return scale.view(1, 1)
+        by_row = self.scheme is not None and self.scheme.block_structure is None
+        return scale if by_row and self.dim == 1 else self.part(scale)
+
+    def cut_smoothing(self, smoothing: Smoothing) -> Smoothing:
+        """What smoothing does to this rank's part."""
+        rows, columns = smoothing.rows, smoothing.columns
+        if rows is not None and self.dim == 0:
+            rows = self.part(rows)
+        if columns is not None and self.dim == 1:
+            columns = columns.chunk(self.ranks)[self.rank]
+        return attrs.evolve(smoothing, rows=rows, columns=columns)
+
+
+def find_slots(model: nn.Module, *, layout: ExpertLayout) -> dict[str, Slot]:
     """Every tensor that a full update of a model brings, by checkpoint name.
 
     Args:
         model: A model of SGLang's.
-        model_type: Its ``config.model_type``, which says what the experts are called.
+        layout: What its experts are called.
     """
-    layout = EXPERT_LAYOUTS.get(model_type, ExpertLayout())
     slots: dict[str, Slot] = {}
     name_of: dict[tuple[int, int], str] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -108,7 +138,20 @@ def find_slots(model: nn.Module, *, model_type: str = "") -> dict[str, Slot]:
             elif name_of[key] != slot.name:
                 first = slots[name_of[key]]
                 slots[first.name] = attrs.evolve(first, aliases=(*first.aliases, slot.name))
-    return slots
+    return {
+        name: attrs.evolve(slot, aliases=(*slot.aliases, *_trainer_names(name, layout)))
+        for name, slot in slots.items()
+    }
+
+
+def _trainer_names(name: str, layout: ExpertLayout) -> Iterator[str]:
+    """What a trainer calls a tensor of an expert or router, where the checkpoint differs."""
+    block, dot, rest = name.rpartition(f".{layout.block}.")
+    *expert, leaf, kind = rest.split(".")
+    ours = {layout.gate: "gate_proj", layout.up: "up_proj", layout.down: "down_proj"}
+    theirs = ".".join([f"{block}.mlp", *expert, ours.get(leaf, leaf), kind]) if dot else name
+    if theirs != name:
+        yield theirs
 
 
 def _slots_of(name: str, module: Any, layout: ExpertLayout) -> Iterator[Slot]:

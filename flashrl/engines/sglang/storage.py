@@ -46,11 +46,13 @@ class QuantizedStorage:
     original: nn.Parameter | None = None
     report: Callable[[int, FlashRLError], None] | None = None
     _starts: tuple[int, ...] = attrs.field(init=False)
+    _part_at: dict[int, int] = attrs.field(init=False)
     _loaded: set[int] = attrs.field(factory=set, init=False)
     _template: nn.Parameter | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._starts = tuple(accumulate(self.parts, initial=0))
+        self._part_at = {row: part for part, row in enumerate(self._starts)}
 
     @classmethod
     def allocate(
@@ -96,16 +98,15 @@ class QuantizedStorage:
             NonFiniteError: A part holds NaN or infinity; nothing was written for it.
             ShapeError: The rows are not whole parts; nothing was written.
         """
-        first = self._starts.index(row) if row in self._starts else None
-        stop = row + source.shape[0]
-        if first is None or stop not in self._starts or source.shape[1] != self.weight.shape[1]:
+        first, last = self._part_at.get(row), self._part_at.get(row + source.shape[0])
+        if first is None or last is None or source.shape[1] != self.weight.shape[1]:
             raise ShapeError(
                 f"{self.name}.weight takes whole parts of {self.parts[:4]} rows and "
                 f"{self.weight.shape[1]} columns, got {tuple(source.shape)} at row {row}; "
                 "nothing was written"
             )
         source = source.to(self.weight.device)
-        for part in range(first, self._starts.index(stop, first)):
+        for part in range(first, last):
             rows = slice(self._starts[part], self._starts[part + 1])
             quantize_into(
                 source[rows.start - row : rows.stop - row],
@@ -116,6 +117,28 @@ class QuantizedStorage:
             )
             self._loaded.add(part)
             self._forget_original()
+
+    def take(self, values: Tensor, scale: Tensor, *, row: int) -> None:
+        """Take a part that is quantized already.
+
+        Args:
+            values: 8-bit, of the scheme's dtype, [rows, in], on any device.
+            scale: float32; as :meth:`scale_of` those rows, or one for all.
+            row: Where it starts.
+        """
+        rows = slice(row, row + values.shape[0])
+        self.weight[rows].copy_(values)
+        self.scale_of(rows).copy_(scale)
+        self._loaded.add(self._part_at[row])
+        self._forget_original()
+
+    def expect(self, row: int) -> None:
+        """Note that the part that starts at a row is about to come."""
+        self._loaded.discard(self._part_at[row])
+
+    def has(self, row: int) -> bool:
+        """Whether the part that starts at a row came."""
+        return self._part_at[row] in self._loaded
 
     def scale_of(self, rows: slice) -> Tensor:
         """The scale of some rows, a view."""
@@ -128,12 +151,16 @@ class QuantizedStorage:
         """Some rows, dequantized to float32."""
         return dequantize(self.weight[rows], self.scale_of(rows), scheme=self.scheme)
 
-    def restore(self) -> nn.Parameter:
-        """The 16-bit parameter again, or, after an update, one with its dequantized values."""
+    def restore(self, values: Tensor | None = None) -> nn.Parameter:
+        """The 16-bit parameter again.
+
+        Args:
+            values: What it holds after an update, float32, [out, in]; default what is stored.
+        """
         if self.original is not None:
             return self.original
         assert self._template is not None  # only what was made from a parameter goes back
-        whole = self.read(slice(0, self.weight.shape[0]))
+        whole = self.read(slice(0, self.weight.shape[0])) if values is None else values
         data = whole.to(self._template.dtype).view(self._template.shape)
         parameter = nn.Parameter(data, requires_grad=False)
         parameter.__dict__.update(self._template.__dict__)

@@ -1,4 +1,4 @@
-"""What runs inside each scheduler: attach, look, read, detach.
+"""What runs inside each scheduler: flush, attach, look, read, detach.
 
 SGLang's call to all schedulers returns nothing, so answers go through files in a folder that the
 caller made: ``<rank>.json``, and ``<rank>.safetensors`` for tensors.
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from flashrl.core.profiles import Profile
 from flashrl.core.schemes import QuantScheme
 from flashrl.engines.sglang import compat
 from flashrl.engines.sglang.conversion import Conversion
@@ -41,7 +42,7 @@ def handle(scheduler: Any, command: str, folder: str) -> None:
     try:
         request = json.loads((out / "request.json").read_text())
         with torch.no_grad():
-            answer, tensors = COMMANDS[command](compat.model_of(scheduler), request)
+            answer, tensors = COMMANDS[command](scheduler, request)
         if tensors:
             save_file(tensors, out / f"{rank}.safetensors")
     except Exception as error:
@@ -53,39 +54,58 @@ def handle(scheduler: Any, command: str, folder: str) -> None:
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 
 
-def _attach(model: Any, request: dict[str, Any]) -> Answer:
+def _flush(scheduler: Any, request: dict[str, Any]) -> Answer:
+    """Forget cached prefixes, unless requests are running; memory stays allocated."""
+    return {"idle": bool(scheduler.flush_cache(empty_cache=False))}, {}
+
+
+def _attach(scheduler: Any, request: dict[str, Any]) -> Answer:
     """Make the model 8-bit, unless it is so already."""
+    model: Any = compat.model_of(scheduler)
     scheme = QuantScheme(**request["scheme"])
+    profile = Profile.load(request["profile"]) if request["profile"] else None
     gate = gate_of(model)
     if gate is None:
-        model.flashrl_conversion = Conversion(model, scheme)
-        gate = WeightGate(model, model_type=compat.model_type_of(model))
-        gate.open()
-    else:
-        held = {slot.scheme for slot in gate.slots.values()} - {None}
-        if held != ({scheme} if scheme.quantized else set()):
-            names = ", ".join(sorted(s.name for s in held if s)) or "bf16"
-            raise EngineStateError(
-                f"the engine is attached to already, with {names}; attach with that scheme, "
-                "detach the other session, or start the engine without a scheme"
-            )
+        model.flashrl_conversion = Conversion(model, scheme, profile=profile)
+        return {}, {}
+    held = {slot.scheme for slot in gate.slots.values()} - {None}
+    if held != ({scheme} if scheme.quantized else set()):
+        names = ", ".join(sorted(s.name for s in held if s)) or "bf16"
+        raise EngineStateError(
+            f"the engine is attached to already, with {names}; attach with that scheme, "
+            "detach the other session, or start the engine without a scheme"
+        )
+    if not _are_equal(gate.profile, profile):
+        raise EngineStateError(
+            f"the engine was made 8-bit {'with another' if gate.profile else 'without a'} profile; "
+            "attach with that one, detach the other session, or start the engine with yours"
+        )
     return {}, {}
 
 
-def _detach(model: Any, request: dict[str, Any]) -> Answer:
+def _are_equal(one: Profile | None, other: Profile | None) -> bool:
+    """Whether two profiles do the same."""
+    if one is None or other is None:
+        return one is other
+    return (dict(one.groups), one.norm_offset) == (dict(other.groups), other.norm_offset) and all(
+        ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+        for ours, theirs in ((one.smoothing, other.smoothing), (one.scales, other.scales))
+    )
+
+
+def _detach(scheduler: Any, request: dict[str, Any]) -> Answer:
     """Put 16-bit layers back where :func:`_attach` took them."""
+    model: Any = compat.model_of(scheduler)
     conversion = getattr(model, "flashrl_conversion", None)
-    gate = gate_of(model)
-    if conversion is not None and gate is not None:
-        gate.remove()
+    if conversion is not None:
         conversion.undo()
         del model.flashrl_conversion
     return {}, {}
 
 
-def _weights(model: nn.Module, request: dict[str, Any]) -> Answer:
+def _weights(scheduler: Any, request: dict[str, Any]) -> Answer:
     """Shape, dtype and place of every tensor of a full update."""
-    return {name: _plain(slot) for name, slot in _gate(model).slots.items()}, {}
+    return {name: _plain(slot) for name, slot in _gate(scheduler).slots.items()}, {}
 
 
 def _plain(slot: Slot) -> dict[str, Any]:
@@ -101,15 +121,15 @@ def _plain(slot: Slot) -> dict[str, Any]:
     }
 
 
-def _read(model: nn.Module, request: dict[str, Any]) -> Answer:
+def _read(scheduler: Any, request: dict[str, Any]) -> Answer:
     """This rank's part of some tensors, dequantized."""
-    slots = _gate(model).slots
+    slots = _gate(scheduler).slots
     return {}, {name: slots[name].read().contiguous() for name in request["names"]}
 
 
-def _describe(model: nn.Module, request: dict[str, Any]) -> Answer:
+def _describe(scheduler: Any, request: dict[str, Any]) -> Answer:
     """Kernels, layers and bytes."""
-    gate = _gate(model)
+    model, gate = compat.model_of(scheduler), _gate(scheduler)
     quantized = [slot for slot in gate.slots.values() if slot.scheme is not None]
     facts = {
         "model": type(model).__name__,
@@ -130,14 +150,15 @@ def _kernels(model: nn.Module) -> Iterator[str]:
             yield method.product.name
 
 
-def _gate(model: nn.Module) -> WeightGate:
-    gate = gate_of(model)
+def _gate(scheduler: Any) -> WeightGate:
+    gate = gate_of(compat.model_of(scheduler))
     if gate is None:
         raise EngineStateError("the engine is not 8-bit; call flashrl.attach first")
     return gate
 
 
 COMMANDS: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
+    "flush": _flush,
     "attach": _attach,
     "detach": _detach,
     "weights": _weights,

@@ -23,9 +23,12 @@ import flashrl
 from flashrl.session import Session
 from flashrl.testing import Checkpoint, make_checkpoint
 
+from .ways import ARGS, generate
+
 INSTALLED = importlib.util.find_spec("sglang") is not None
-NEEDS_ENGINE = ("test_conformance.py", "test_engine.py", "test_gate.py", "test_start.py")
-collect_ignore = [] if INSTALLED else list(NEEDS_ENGINE)
+PURE = ("test_log_probs.py", "test_storage.py")
+NEEDS_ENGINE = {path.name for path in Path(__file__).parent.glob("test_*.py")} - {*PURE}
+collect_ignore = [] if INSTALLED else sorted(NEEDS_ENGINE)
 
 STUBS = str(Path(__file__).parent / "stubs")
 if INSTALLED and not torch.cuda.is_available():
@@ -35,28 +38,13 @@ if INSTALLED and not torch.cuda.is_available():
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-ARGS: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "dtype": "bfloat16",
-    "disable_cuda_graph": True,
-    "max_total_tokens": 8192,
-    "max_running_requests": 64,
-    "mem_fraction_static": 0.05,
-    "skip_server_warmup": True,
-    "grammar_backend": "none",
-    "random_seed": 0,
-    "log_level": "error",
-}
-
-
 WIDE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "initializer_range": 0.2,
+    "max_position_embeddings": 8192,
 }
 
 
@@ -83,7 +71,10 @@ class EnginePool:
             if "moe" in json.loads((checkpoint / "config.json").read_text())["model_type"]:
                 # SGLang's shared expert ends in a Triton kernel, on a CPU too.
                 environ.setenv("TRITON_INTERPRET", "1")
+            if args.keys() & {"tp_size", "dp_size"}:
+                environ.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # else a rank a NUMA node
             engine = sglang.Engine(model_path=str(checkpoint), **{**ARGS, **args})
+        engine.freeze_gc()  # SGLang collects garbage whenever it flushes its cache
         self.started.append(engine)
         return engine
 
@@ -144,3 +135,35 @@ def launched(pool: EnginePool, wide_checkpoints: tuple[Checkpoint, Checkpoint]) 
 def launched_session(launched: Any) -> Session:
     """A session on the engine that was started 8-bit."""
     return flashrl.attach(launched, "int8")
+
+
+@pytest.fixture(scope="session")
+def fresh_answers(
+    pool: Any, launched: Any, wide_checkpoints: tuple[Checkpoint, Checkpoint]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What engines say that never saw an update: one started 8-bit from A, one attached to B."""
+    from_a = generate(launched)
+    with (
+        pool.borrow(wide_checkpoints[1].path, "qwen2") as engine,
+        flashrl.attach(engine, "int8"),
+    ):
+        from_b = generate(engine)
+    assert from_a != from_b
+    return from_a, from_b
+
+
+@pytest.fixture
+def session(
+    launched_session: Session,
+    fresh_answers: object,
+    wide_checkpoints: tuple[Checkpoint, Checkpoint],
+) -> Session:
+    """The engine that was started 8-bit, holding A."""
+    launched_session.update_weights(wide_checkpoints[0].named_tensors())
+    return launched_session
+
+
+@pytest.fixture
+def engine(session: Session, launched: Any) -> Any:
+    """The same, as SGLang has it."""
+    return launched

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,28 +12,63 @@ from typing import Any
 import pytest
 
 import flashrl
+from flashrl.core.rollouts import SamplingParams
 from flashrl.core.schemes import get_scheme
 from flashrl.engines.sglang import SGLangAdapter
-from flashrl.errors import SchemeError, UnsupportedError
+from flashrl.errors import EngineStateError, SchemeError, UnsupportedError
 from flashrl.testing import Checkpoint
+
+from .smoothing import make_profile
+from .ways import ARGS, GREEDY, PROMPTS, generate
+
+Checkpoints = tuple[Checkpoint, Checkpoint]
 
 
 def test_the_environment_makes_a_script_8_bit_that_nobody_edited(
-    pool: Any,
-    wide_checkpoints: tuple[Checkpoint, Checkpoint],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pool: Any, wide_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With all that a file can say: a profile, static scales, layers that are left alone."""
+    profile = make_profile(wide_checkpoints[0])
+    profile.save(tmp_path / "profile.safetensors")
     config = tmp_path / "rollouts.yaml"
-    config.write_text("configs: [{fn: fp8, ignore: [lm_head, 're:.*down_proj$']}]")
+    config.write_text(
+        f"configs: [{{fn: int8, profile: {tmp_path}/profile.safetensors, dynamic: false, "
+        "ignore: [lm_head, 're:.*down_proj$']}]"
+    )
     monkeypatch.setenv("FLASHRL_CONFIG", str(config))
     engine = pool.start(wide_checkpoints[0].path)
-    scheme = get_scheme("fp8_channel").evolve(ignore=("lm_head", "re:.*down_proj$"))
-    with flashrl.attach(engine, scheme) as session:
-        kept = {name for name, info in session.engine.weights().items() if info.scheme is None}
-        assert "model.layers.0.mlp.down_proj.weight" in kept
-        assert "model.layers.0.mlp.gate_proj.weight" not in kept
-        assert session.verify(wide_checkpoints[0].named_tensors()).ok
+    assert engine.server_args.quantization == "flashrl"
+    scheme = get_scheme("int8").evolve(dynamic=False, ignore=("lm_head", "re:.*down_proj$"))
+    session = flashrl.attach(engine, scheme, profile=profile)
+    kept = {name for name, info in session.engine.weights().items() if info.scheme is None}
+    assert "model.layers.0.mlp.down_proj.weight" in kept
+    assert "model.layers.0.mlp.gate_proj.weight" not in kept
+    for checkpoint in wide_checkpoints:
+        assert session.verify(checkpoint.named_tensors()).ok
+        session.update_weights(wide_checkpoints[1].named_tensors())
+
+
+def test_each_data_parallel_rank_follows_its_own_entry(
+    pool: Any, wide_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hybrid precision: requests go round, and every other one is answered in 16 bit."""
+    with pool.borrow(wide_checkpoints[0].path, "qwen2") as engine:
+        expected = [generate(engine)]
+        with flashrl.attach(engine, "int8"):
+            expected.append(generate(engine))
+    assert expected[0] != expected[1]
+    config = tmp_path / "hybrid.yaml"
+    config.write_text("configs: [{fn: int8}, {fn: bf16}]")
+    monkeypatch.setenv("FLASHRL_CONFIG", str(config))
+    engine = pool.start(wide_checkpoints[0].path, dp_size=2)
+    answers = [[ask(engine, prompt) for prompt in PROMPTS for _ in range(2)] for _ in range(2)]
+    by_rank = [[answer[rank::2] for rank in range(2)] for answer in answers]
+    assert sorted(by_rank[0]) == sorted(by_rank[1]) == sorted(expected)
+
+
+def ask(engine: Any, prompt: list[int]) -> list[int]:
+    ids: list[int] = engine.generate(input_ids=prompt, sampling_params=GREEDY)["output_ids"]
+    return ids
 
 
 def test_any_scheme_travels_in_the_launch_arguments(
@@ -73,23 +110,53 @@ def test_a_scheme_that_fits_no_layer_leaves_the_engine_as_it_was(
 
 
 def run(code: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    import os
+    return run_python("-c", code, *arguments, **environ)
 
+
+def run_python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, *arguments],
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
+
+
+def test_flashrl_verify_starts_engines_and_proves_them(wide_checkpoints: Checkpoints) -> None:
+    told = run_python(
+        *("-m", "flashrl.cli", "verify", "--engine", "sglang", "--scheme", "int8", "--json"),
+        *(option for checkpoint in wide_checkpoints for option in ("-m", str(checkpoint.path))),
+    )
+    assert told.returncode == 0, told.stderr[-2000:]
+    checks = json.loads(told.stdout)["checks"]
+    assert len(checks) == 9
+    assert [check["what"] for check in checks if not check["passed"]] == []
+
+
+def test_an_engine_that_was_shut_down_is_said_to_be(wide_checkpoints: Checkpoints) -> None:
+    """SGLang's own calls would wait for an answer for ever."""
+    with flashrl.launch("sglang", wide_checkpoints[0].path, "fp8_channel") as session:
+        session.update_weights(wide_checkpoints[1].named_tensors())
+        assert session.verify(wide_checkpoints[1].named_tensors()).ok
+        engine = session.engine
+    for call in (
+        lambda: session.update_weights(wide_checkpoints[1].named_tensors()),
+        lambda: engine.generate(PROMPTS, SamplingParams()),
+        lambda: engine.describe(),
+    ):
+        with pytest.raises(EngineStateError, match="shut down"):
+            call()
+    assert session.version is None
+    session.detach()
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ("int9", "FLASHRL_CONFIG='int9' is no scheme"),
-        ("{config}", "configs[0]: profile is not supported"),
+        ("{config}", "configs[0]: kv_cache is not supported"),
     ],
 )
 def test_a_configuration_that_cannot_be_followed_ends_the_start(
@@ -97,7 +164,7 @@ def test_a_configuration_that_cannot_be_followed_ends_the_start(
 ) -> None:
     """SGLang logs what a plugin raises and goes on in 16 bit; that would be silent."""
     config = tmp_path / "config.yaml"
-    config.write_text("configs: [{fn: int8, profile: mine.safetensors}]")
+    config.write_text("configs: [{fn: int8, kv_cache: fp8}]")
     code = "from sglang.srt.plugins import load_plugins; load_plugins(); print('went on')"
     ended = run(code, FLASHRL_CONFIG=value.format(config=config))
     assert ended.returncode != 0
@@ -119,6 +186,24 @@ def test_a_version_without_a_hooks_target_ends_the_start() -> None:
     without = run(code, FLASHRL_CONFIG="")
     assert "UnsupportedError" in without.stderr
     assert without.returncode != 0
+
+
+def test_a_scheduler_without_the_plugin_ends_the_start(wide_checkpoints: Checkpoints) -> None:
+    """SGLang swallows what a plugin raises; a scheduler without ours would go on in 16 bit."""
+    code = (
+        "import os, sys\n"
+        "import sglang\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "if __name__ == '__main__':\n"
+        "    load_plugins()\n"
+        "    os.environ['SGLANG_PLUGINS'] = 'another'\n"
+        f"    sglang.Engine(model_path=sys.argv[1], **{ARGS})\n"
+        "    print('went on')\n"
+    )
+    ended = run(code, str(wide_checkpoints[0].path), FLASHRL_CONFIG="int8")
+    assert ended.returncode != 0
+    assert "went on" not in ended.stdout
+    assert "flashrl" in ended.stderr
 
 
 def test_registering_twice_is_registering_once() -> None:
