@@ -6,6 +6,7 @@ while the earlier ones stay alive.  They are tiny, and those with the same argum
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -136,3 +137,9 @@ def greedy(engine: Any) -> list[list[int]]:
         use_tqdm=False,
     )
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def pytest_unconfigure() -> None:
+    """Spare the engines, each of which collects garbage as it ends, a walk through the others."""
+    gc.collect()
+    gc.freeze()
