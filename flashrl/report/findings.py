@@ -13,7 +13,7 @@ __all__ = ["find", "last_quarter", "show_small"]
 
 Summary = Mapping[str, Any]
 Finding = tuple[str, str]
-_BUSY_CPU_SHARE = 0.5
+_BUSY_CPU_SHARE = 0.8
 _SMALLEST = 0.0001
 
 
