@@ -23,5 +23,6 @@ extremes and histograms in a :class:`MismatchState`; states add up.
 from __future__ import annotations
 
 from flashrl.core.mismatch.metrics import MismatchState, measure, measure_block
+from flashrl.core.mismatch.positions import measure_positions
 
-__all__ = ["MismatchState", "measure", "measure_block"]
+__all__ = ["MismatchState", "measure", "measure_block", "measure_positions"]
