@@ -125,12 +125,13 @@ def answers(
 def addresses(engine: Any) -> dict[str, int]:
     """Every tensor that is reachable from the model (vllm#50521, #48438, #48539).
 
-    Not vLLM's host copies of KV scales, which its own reload makes anew: no kernel reads them.
+    Not what vLLM's own reload makes anew for each attention layer: host copies of KV scales and,
+    before 0.29, the constants that it computes such scales with.  No matrix product reads them.
     """
     found = {}
     for name, module in model_of(engine).named_modules():
         for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
-            if isinstance(value, torch.Tensor) and not key.endswith("_scale_cpu"):
+            if isinstance(value, torch.Tensor) and not key.endswith(("_scale_cpu", "_range")):
                 found[f"{name}.{key}"] = value.data_ptr()
     return found
 
