@@ -103,6 +103,8 @@ class SGLangAdapter:
             place = {"device": "cpu", "attention_backend": "torch_native", "sleep_on_idle": True}
         import sglang
 
+        from flashrl.engines.sglang import compat
+
         engine = sglang.Engine(
             model_path=str(checkpoint),
             **place,
@@ -118,7 +120,7 @@ class SGLangAdapter:
         try:
             yield engine
         finally:
-            engine.shutdown()
+            compat.shut_down(engine)
 
     def attach(
         self, engine: Any, scheme: QuantScheme, *, profile: Profile | None = None

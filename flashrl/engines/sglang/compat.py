@@ -12,7 +12,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ __all__ = [
     "rank_of",
     "register",
     "reports_tempered",
+    "shut_down",
     "tensor_parallel_rank",
     "update_answer",
     "weight_update",
@@ -201,6 +202,24 @@ def is_alive(engine: Any) -> bool:
         except psutil.NoSuchProcess:
             return False
     return True
+
+
+def shut_down(engine: Any) -> None:
+    """End an engine's own processes; its ``shutdown`` ends every child that this process has."""
+    psutil = importlib.import_module("psutil")
+    watchdog = engine.tokenizer_manager._subprocess_watchdog
+    if watchdog is not None:
+        watchdog.stop()  # it ends this process when one of the engine's is gone
+    watched = getattr(watchdog, "_processes", ())  # the detokenizer too
+    processes = []
+    for pid in {*engine.get_all_child_pids(), *(process.pid for process in watched)}:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            processes += [*process.children(recursive=True), process]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=60)
 
 
 def reports_tempered() -> bool:

@@ -82,7 +82,7 @@ class Conversion:
                 swap.layer.register_parameter(leaf, home.restore(values))
             _set_method(swap.layer, swap.method)
         if self._gate is not None:
-            for name, tensor in self._gate.pushed.items():
+            for name, tensor in self._gate.smoother.pushed.items():
                 self._gate.slots[name].held().copy_(tensor)
             self._gate.remove()
         self._swaps, self._gate = [], None
@@ -96,31 +96,22 @@ class Conversion:
                 parameter, original = getattr(swap.layer, leaf), home.original
                 assert original is not None  # nothing was pushed yet
                 inside = [slot for slot in slots if slot.parameter is parameter]
-                values = self._gate.smooth_parts(original.detach(), inside)
+                values = self._gate.smoother.smooth_parts(original.detach(), inside)
                 try:
                     home.load(values.flatten(0, -2), row=0)
                 finally:
                     home.original = original
         for slot in slots:
-            if slot.scheme is None and self._gate.smoothing_of(slot) is not None:
+            if slot.scheme is None and self._gate.smoother.of(slot) is not None:
                 held = slot.parameter.detach()
-                held.copy_(self._gate.smooth_parts(held, [slot]))
+                held.copy_(self._gate.smoother.smooth_parts(held, [slot]))
 
     def _unsmoothed(self, parameter: Any) -> Tensor:
         """A parameter's dequantized values, as they were before smoothing, [out, in]."""
         assert self._gate is not None  # an update came through it
         home: QuantizedStorage = parameter.home
-        values = home.read(slice(0, home.weight.shape[0]))
-        for slot in self._gate.slots.values():
-            smoothing = self._gate.smoothing_of(slot) if slot.parameter is parameter else None
-            if smoothing is None:
-                continue
-            smoothing, rows = slot.cut_smoothing(smoothing), values[slot.rows]
-            if smoothing.columns is not None:
-                rows.div_(smoothing.columns.to(rows.device))
-            if smoothing.rows is not None:
-                rows.mul_(smoothing.rows.to(rows.device)[:, None])
-        return values
+        inside = [slot for slot in self._gate.slots.values() if slot.parameter is parameter]
+        return self._gate.smoother.undo_parts(home.read(slice(0, home.weight.shape[0])), inside)
 
 
 def _convertible(model: nn.Module, scheme: QuantScheme) -> Iterator[tuple[str, Any]]:

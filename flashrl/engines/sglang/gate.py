@@ -12,16 +12,15 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flashrl.core.names import NameIndex
 from flashrl.core.profiles import Profile
-from flashrl.core.profiles.smoothing import Smoothing
 from flashrl.core.updates.pushes import EXPERT_LAYOUTS, ExpertLayout, checkpoint_tensors
 from flashrl.engines.sglang.faults import as_error, find_fault, find_nonfinite
 from flashrl.engines.sglang.halves import Halves, is_half, weight_of
 from flashrl.engines.sglang.slots import Slot, by_alias, find_slots
+from flashrl.engines.sglang.smoother import Smoother
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
 from flashrl.errors import FlashRLError, SchemeError, UnsupportedError, WeightUpdateError
 
@@ -47,7 +46,7 @@ class WeightGate:
     Attributes:
         slots: Every tensor of a full update, by checkpoint name.
         owed: Why weights must be pushed before the engine may generate again, by name.
-        pushed: Kept tensors that smoothing changed, as they were pushed.
+        smoother: Applies the profile.
 
     Until :meth:`open` it takes a checkpoint's names as they are, and lets through what the model
     has not; from then on such a name is an error.
@@ -56,7 +55,6 @@ class WeightGate:
     def __init__(self, model: Any, *, model_type: str = "", profile: Profile | None = None) -> None:
         self._model = model
         self._layout = EXPERT_LAYOUTS.get(model_type, ExpertLayout())
-        self.profile = profile
         self._load = model.load_weights
         self._opened = False
         self._faults: dict[str, str] = {}
@@ -64,13 +62,10 @@ class WeightGate:
         self._arrived: set[str] = set()
         self._halves = Halves()
         self.owed: dict[str, str] = {}
-        self.pushed: dict[str, Tensor] = {}
         self.slots = find_slots(model, layout=self._layout)
         self._named = by_alias(self.slots)
         self._index = NameIndex(tuple(self._named))
-        if profile is not None:
-            profile.check({name: slot.shape for name, slot in self.slots.items()})
-        self._set_static_scales()
+        self.smoother = Smoother(profile, self.slots)
         by_row = {
             (id(slot.parameter.home), slot.rows.start): slot
             for slot in self.slots.values()
@@ -90,10 +85,6 @@ class WeightGate:
         for home in self._homes():
             home.report = None
         del self._model.load_weights, self._model.flashrl_gate
-
-    def smoothing_of(self, slot: Slot) -> Smoothing | None:
-        """What the profile does to a whole tensor."""
-        return None if self.profile is None else self.profile.smoothing_for(slot.name)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
         """Load what fits, with the model's own loader.
@@ -142,7 +133,7 @@ class WeightGate:
             if fault:
                 self._faults[name] = fault
                 continue
-            parameter.data.copy_(self.smooth_parts(tensor, inside))
+            parameter.data.copy_(self.smoother.smooth_parts(tensor, inside))
             for slot in inside:
                 self._halves.forget(slot)
             self._settle({slot.name for slot in inside} - self._faults.keys())
@@ -182,19 +173,6 @@ class WeightGate:
         }
         yield from homes.values()
 
-    def _set_static_scales(self) -> None:
-        for name, slot in self.slots.items():
-            parameter, scheme = slot.parameter, slot.scheme
-            if not isinstance(parameter, QuantizedParameter) or scheme is None or scheme.dynamic:
-                continue
-            scale = self.profile.scale_for(name) if self.profile is not None else None
-            if scale is None:
-                raise SchemeError(
-                    f"scheme {scheme.name!r} has static scales, and the profile has none for "
-                    f"{name}; pass a profile that has, or a dynamic scheme"
-                )
-            parameter.home.scale_of(slot.rows).copy_(slot.cut_scale(scale))
-
     def _admit(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What fits of a push, under names that SGLang's loader knows."""
         try:
@@ -207,7 +185,7 @@ class WeightGate:
                 elif is_half(name, tensor):
                     self._take_half(name, tensor, slot)
                 elif self._fits(name, tensor, slot, shape=slot.shape):
-                    yield slot.name, self._smooth(tensor, slot)
+                    yield slot.name, self.smoother.smooth(tensor, slot)
         except WeightUpdateError as error:  # after the last tensor
             self._faults.update(error.faults)
 
@@ -218,7 +196,7 @@ class WeightGate:
             if slot is None:
                 yield name, tensor
             elif self._fits(name, tensor, slot, shape=tuple(tensor.shape)):
-                yield name, self._smooth(tensor, slot)
+                yield name, self.smoother.smooth(tensor, slot)
 
     def _fits(self, name: str, tensor: Tensor, slot: Slot, *, shape: tuple[int, ...]) -> bool:
         """Whether a tensor is of a shape and holds 16- or 32-bit numbers; notes it if not."""
@@ -239,7 +217,7 @@ class WeightGate:
         try:
             if slot.name in self._passed:
                 raise SchemeError("came beside the same weight in 16 bit; push one of them")
-            if self.smoothing_of(slot) is not None or (slot.scheme and not slot.scheme.dynamic):
+            if self.smoother.of(slot) is not None or (slot.scheme and not slot.scheme.dynamic):
                 raise UnsupportedError(
                     "was quantized by the sender, and the engine's profile has a say in that; "
                     "push it in 16 bit, or start the engine without the profile"
@@ -252,30 +230,6 @@ class WeightGate:
             self._settle([slot.name])
         else:
             self.owed[slot.name] = missing
-
-    def _smooth(self, tensor: Tensor, slot: Slot) -> Tensor:
-        """A whole tensor as the engine stores it."""
-        smoothing = self.smoothing_of(slot)
-        if smoothing is None:
-            return tensor
-        if slot.scheme is None:
-            self.pushed[slot.name] = slot.part(tensor).clone()
-        return smoothing.apply(tensor, dtype=torch.float32)
-
-    def smooth_parts(self, tensor: Tensor, inside: Iterable[Slot]) -> Tensor:
-        """A parameter of this rank's, made of the parts of some slots, as the engine stores it."""
-        smoothed = tensor
-        for slot in inside:
-            smoothing = self.smoothing_of(slot)
-            if smoothing is None:
-                continue
-            if smoothed is tensor:
-                smoothed = tensor.contiguous().to(torch.float32, copy=True)
-            rows = smoothed.flatten(0, -2) if smoothed.ndim == 3 else smoothed
-            if slot.scheme is None:
-                self.pushed[slot.name] = tensor[slot.rows].clone()
-            rows[slot.rows] = slot.cut_smoothing(smoothing).apply(rows[slot.rows])
-        return smoothed
 
     def _settle(self, names: Iterable[str]) -> None:
         for name in names:

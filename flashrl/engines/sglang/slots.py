@@ -249,7 +249,8 @@ def _expert_slots(name: str, layer: Any, layout: ExpertLayout) -> Iterator[Slot]
 def _embedding_slots(name: str, layer: Any) -> Iterator[Slot]:
     indices = layer.shard_indices
     size = indices.org_vocab_end_index - indices.org_vocab_start_index
-    rank, ranks = compat.rank_of(layer)
+    start, end = indices.padded_org_vocab_start_index, indices.padded_org_vocab_end_index
+    rank, ranks = start // max(end - start, 1), int(layer.tp_size)
     for leaf in ("weight", "bias"):
         parameter = getattr(layer, leaf, None)
         if parameter is not None:

@@ -75,10 +75,11 @@ def _attach(scheduler: Any, request: dict[str, Any]) -> Answer:
             f"the engine is attached to already, with {names}; attach with that scheme, "
             "detach the other session, or start the engine without a scheme"
         )
-    if not _are_equal(gate.profile, profile):
+    if not _are_equal(gate.smoother.profile, profile):
+        how = "without a" if gate.smoother.profile is None else "with another"
         raise EngineStateError(
-            f"the engine was made 8-bit {'with another' if gate.profile else 'without a'} profile; "
-            "attach with that one, detach the other session, or start the engine with yours"
+            f"the engine was made 8-bit {how} profile; attach with that one, detach the other "
+            "session, or start the engine with yours"
         )
     return {}, {}
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import flashrl
+from flashrl.engines.sglang import compat
 from flashrl.session import Session
 from flashrl.testing import Checkpoint, make_checkpoint
 
@@ -77,6 +78,20 @@ class EnginePool:
         engine.freeze_gc()  # SGLang collects garbage whenever it flushes its cache
         self.started.append(engine)
         return engine
+
+    @contextmanager
+    def running(self, checkpoint: Path, **args: Any) -> Iterator[Any]:
+        """A new engine, shut down at the end of the block."""
+        engine = self.start(checkpoint, **args)
+        yield engine
+        self.started.remove(engine)
+        compat.shut_down(engine)
+
+    def retire(self, architecture: str) -> None:
+        """Shut down the idle engines of an architecture that no test uses any more."""
+        for engine in self.idle.pop(architecture, []):
+            self.started.remove(engine)
+            compat.shut_down(engine)
 
     @contextmanager
     def borrow(self, checkpoint: Path, architecture: str) -> Iterator[Any]:

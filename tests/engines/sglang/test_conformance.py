@@ -45,5 +45,12 @@ class TestQwen2Moe(Attached):
     architecture = "qwen2_moe"
     schemes = ("int8",)
 
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def retire(cls, pool: Any) -> Iterator[None]:
+        """Nobody else uses its engines."""
+        yield
+        pool.retire(cls.architecture)
+
     # It opens a second engine, which takes longer than the rest of the class; TestQwen2 has it.
     test_a_detached_session_says_so = None

@@ -25,7 +25,7 @@ def test_experts_load_under_the_trainers_names_and_the_checkpoints(
     """SkyRL#1852: transformers stacks the experts of a layer, checkpoints hold each by itself."""
     first, second = make_checkpoints(architecture)
     with (
-        pool.borrow(second.path, architecture) as engine,
+        pool.running(second.path) as engine,
         flashrl.attach(engine, "int8") as session,
     ):
         infos = session.engine.weights()

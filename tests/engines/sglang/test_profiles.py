@@ -132,6 +132,6 @@ def test_attaching_with_another_profile_is_refused(plain: Any, profile: Profile)
     other = attrs.evolve(profile, norm_offset=1.0)
     with flashrl.attach(plain, "int8", profile=profile):
         for given in (None, other):
-            with pytest.raises(EngineStateError, match="with another profile"):
+            with pytest.raises(EngineStateError, match="made 8-bit with another profile"):
                 flashrl.attach(plain, "int8", profile=given)
         flashrl.attach(plain, "int8", profile=profile)

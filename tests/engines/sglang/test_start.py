@@ -14,7 +14,7 @@ import pytest
 import flashrl
 from flashrl.core.rollouts import SamplingParams
 from flashrl.core.schemes import get_scheme
-from flashrl.engines.sglang import SGLangAdapter
+from flashrl.engines.sglang import SGLangAdapter, compat
 from flashrl.errors import EngineStateError, SchemeError, UnsupportedError
 from flashrl.testing import Checkpoint
 
@@ -36,16 +36,16 @@ def test_the_environment_makes_a_script_8_bit_that_nobody_edited(
         "ignore: [lm_head, 're:.*down_proj$']}]"
     )
     monkeypatch.setenv("FLASHRL_CONFIG", str(config))
-    engine = pool.start(wide_checkpoints[0].path)
-    assert engine.server_args.quantization == "flashrl"
     scheme = get_scheme("int8").evolve(dynamic=False, ignore=("lm_head", "re:.*down_proj$"))
-    session = flashrl.attach(engine, scheme, profile=profile)
-    kept = {name for name, info in session.engine.weights().items() if info.scheme is None}
-    assert "model.layers.0.mlp.down_proj.weight" in kept
-    assert "model.layers.0.mlp.gate_proj.weight" not in kept
-    for checkpoint in wide_checkpoints:
-        assert session.verify(checkpoint.named_tensors()).ok
-        session.update_weights(wide_checkpoints[1].named_tensors())
+    with pool.running(wide_checkpoints[0].path) as engine:
+        assert engine.server_args.quantization == "flashrl"
+        session = flashrl.attach(engine, scheme, profile=profile)
+        kept = {name for name, info in session.engine.weights().items() if info.scheme is None}
+        assert "model.layers.0.mlp.down_proj.weight" in kept
+        assert "model.layers.0.mlp.gate_proj.weight" not in kept
+        for checkpoint in wide_checkpoints:
+            assert session.verify(checkpoint.named_tensors()).ok
+            session.update_weights(wide_checkpoints[1].named_tensors())
 
 
 def test_each_data_parallel_rank_follows_its_own_entry(
@@ -60,8 +60,8 @@ def test_each_data_parallel_rank_follows_its_own_entry(
     config = tmp_path / "hybrid.yaml"
     config.write_text("configs: [{fn: int8}, {fn: bf16}]")
     monkeypatch.setenv("FLASHRL_CONFIG", str(config))
-    engine = pool.start(wide_checkpoints[0].path, dp_size=2)
-    answers = [[ask(engine, prompt) for prompt in PROMPTS for _ in range(2)] for _ in range(2)]
+    with pool.running(wide_checkpoints[0].path, dp_size=2) as engine:
+        answers = [[ask(engine, prompt) for prompt in PROMPTS for _ in range(2)] for _ in range(2)]
     by_rank = [[answer[rank::2] for rank in range(2)] for answer in answers]
     assert sorted(by_rank[0]) == sorted(by_rank[1]) == sorted(expected)
 
@@ -135,8 +135,11 @@ def test_flashrl_verify_starts_engines_and_proves_them(wide_checkpoints: Checkpo
     assert [check["what"] for check in checks if not check["passed"]] == []
 
 
-def test_an_engine_that_was_shut_down_is_said_to_be(wide_checkpoints: Checkpoints) -> None:
-    """SGLang's own calls would wait for an answer for ever."""
+def test_an_engine_that_was_shut_down_is_said_to_be(
+    wide_checkpoints: Checkpoints, launched: Any
+) -> None:
+    """SGLang's own calls would wait for an answer for ever; other engines run on."""
+    assert compat.is_alive(launched)
     with flashrl.launch("sglang", wide_checkpoints[0].path, "fp8_channel") as session:
         session.update_weights(wide_checkpoints[1].named_tensors())
         assert session.verify(wide_checkpoints[1].named_tensors()).ok
@@ -150,6 +153,8 @@ def test_an_engine_that_was_shut_down_is_said_to_be(wide_checkpoints: Checkpoint
             call()
     assert session.version is None
     session.detach()
+    assert compat.is_alive(launched)
+    assert generate(launched)
 
 
 @pytest.mark.parametrize(

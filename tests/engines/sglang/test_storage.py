@@ -169,6 +169,29 @@ def test_a_checkpoint_that_lacks_a_part_is_noticed() -> None:
     weight.home.check_complete()
 
 
+def test_what_a_sender_quantized_is_taken_as_it_is() -> None:
+    """-128 is never made here, and accepted."""
+    weight = make("int8", [4, 2], 8)
+    values = torch.randint(-128, 128, (2, 8)).to(torch.int8)
+    values[0, 0] = -128
+    scale = torch.tensor([[0.5], [2.0]])
+    weight.home.take(values, scale, row=4)
+    assert torch.equal(weight.home.read(slice(4, 6)), values.float() * scale)
+    assert not weight.home.weight[:4].any()
+    weight.home.take(values, torch.full((1, 1), 3.0), row=4)
+    assert torch.equal(weight.home.read(slice(4, 6)), values.float() * 3.0)
+
+
+def test_what_was_expected_and_never_came_is_known() -> None:
+    weight = make("int8", [4, 2], 8)
+    weight.data.copy_(torch.randn(6, 8))
+    weight.home.expect(4)
+    assert weight.home.has(0)
+    assert not weight.home.has(4)
+    weight.data.narrow(0, 4, 2).copy_(torch.randn(2, 8))
+    assert weight.home.has(4)
+
+
 def test_blocks_must_not_span_parts() -> None:
     with pytest.raises(SchemeError, match=r"layer: parts of \[64, 128\] rows"):
         make("fp8_block", [128, 64], 128)

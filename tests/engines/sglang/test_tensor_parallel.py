@@ -29,8 +29,9 @@ def checkpoints(make_checkpoints: Any) -> Checkpoints:
 
 
 @pytest.fixture(scope="module")
-def engine(pool: Any, checkpoints: Checkpoints) -> Any:
-    return pool.start(checkpoints[0].path, tp_size=2)
+def engine(pool: Any, checkpoints: Checkpoints) -> Iterator[Any]:
+    with pool.running(checkpoints[0].path, tp_size=2) as engine:
+        yield engine
 
 
 @pytest.fixture
