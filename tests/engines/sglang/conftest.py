@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,11 @@ class EnginePool:
             if "moe" in json.loads((checkpoint / "config.json").read_text())["model_type"]:
                 # SGLang's shared expert ends in a Triton kernel, on a CPU too.
                 environ.setenv("TRITON_INTERPRET", "1")
-            if args.keys() & {"tp_size", "dp_size"}:
-                environ.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # else a rank a NUMA node
+            ranks = args.get("tp_size", 1)
+            if metadata.version("sglang") != "0.5.12":  # it counts those of one replica
+                ranks *= args.get("dp_size", 1)
+            if ranks > 1:  # else a rank a NUMA node
+                environ.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * ranks))
             engine = sglang.Engine(model_path=str(checkpoint), **{**ARGS, **args})
         engine.freeze_gc()  # SGLang collects garbage whenever it flushes its cache
         self.started.append(engine)
