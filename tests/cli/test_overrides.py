@@ -17,7 +17,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that would have replaced this process."""
     calls: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
-    monkeypatch.setattr("flashrl.trainers.verl.adapter.metadata.version", lambda _: "0.9.1")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.9.1")
     return calls
 
 
@@ -116,7 +116,7 @@ def test_a_trainer_that_is_not_there_is_said_before_anything_starts(
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr("flashrl.trainers.verl.adapter.metadata.version", missing)
+    monkeypatch.setattr("importlib.metadata.version", missing)
     result = flashrl("run", "verl")
     assert result.exit_code == 2
     assert "verl is not installed; pip install 'flashrl[verl]'" in result.stderr

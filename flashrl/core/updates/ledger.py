@@ -10,7 +10,7 @@ import torch
 
 from flashrl.core.interfaces import NamedTensors, WeightInfo
 from flashrl.core.names import NameIndex
-from flashrl.core.updates.pushes import checkpoint_tensors, find_layout
+from flashrl.core.updates.pushes import ExpertLayout, checkpoint_tensors, find_layout
 from flashrl.errors import FlashRLError, WeightUpdateError
 
 __all__ = ["UpdateLedger", "load_each"]
@@ -34,12 +34,14 @@ class UpdateLedger:
     faults: dict[str, str] = attrs.field(factory=dict, init=False)
     _index: NameIndex = attrs.field(init=False)
     _by_alias: dict[str, str] = attrs.field(init=False)
+    _layout: ExpertLayout = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._by_alias = {
             alias: name for name, info in self.expected.items() for alias in info.aliases
         }
         self._index = NameIndex((*self.expected, *self._by_alias))
+        self._layout = find_layout(self.expected)
 
     def admit(
         self, named_tensors: NamedTensors, *, lora_scale: float | None = None
@@ -52,7 +54,7 @@ class UpdateLedger:
         """
         try:
             for raw_name, tensor in checkpoint_tensors(
-                named_tensors, lora_scale=lora_scale, layout=find_layout(self.expected)
+                named_tensors, lora_scale=lora_scale, layout=self._layout
             ):
                 found = self._index.find(raw_name) or raw_name
                 name = self._by_alias.get(found, found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from flashrl.core.viability import Viability
@@ -27,14 +26,7 @@ class HuggingFaceAdapter:
 
     def check(self) -> Viability:
         """Whether transformers is installed."""
-        try:
-            version = metadata.version("transformers")
-        except metadata.PackageNotFoundError:
-            return Viability(
-                ok=False,
-                reason="transformers is not installed; pip install 'flashrl[huggingface]'",
-            )
-        return Viability(ok=True, versions={"transformers": version})
+        return Viability.of_distribution("transformers", extra="huggingface")
 
     def owns(self, engine: object) -> bool:
         """Whether it is a transformers model; told by its class, so nothing is imported."""

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SGLangAdapter"]
 
-_OLDEST = (0, 5, 12)
-
 
 class SGLangAdapter:
     """Makes ``sgl.Engine`` 8-bit, running or from its start."""
@@ -35,20 +32,7 @@ class SGLangAdapter:
 
     def check(self) -> Viability:
         """Whether a version of SGLang is installed that is known here."""
-        try:
-            version = metadata.version("sglang")
-        except metadata.PackageNotFoundError:
-            return Viability(
-                ok=False, reason="sglang is not installed; pip install 'flashrl[sglang]'"
-            )
-        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-        if numbers < _OLDEST:
-            return Viability(
-                ok=False,
-                reason=f"sglang {version} is too old; pip install 'sglang>=0.5.12'",
-                versions={"sglang": version},
-            )
-        return Viability(ok=True, versions={"sglang": version})
+        return Viability.of_distribution("sglang", oldest="0.5.12")
 
     def owns(self, engine: object) -> bool:
         """Whether it is an ``sgl.Engine``; told by its class, so nothing is imported."""

@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,17 +21,20 @@ from flashrl.core.schemes import QuantScheme
 from flashrl.errors import UnsupportedError
 
 __all__ = [
+    "add_command",
     "check_engine",
     "combine_input",
     "data_parallel_rank",
     "draws_repeat",
     "generate",
+    "hook",
     "is_alive",
     "largest_support",
     "model_of",
     "model_type_of",
+    "note_rank",
     "rank_of",
-    "register",
+    "register_quantizations",
     "reports_tempered",
     "shut_down",
     "tensor_parallel_rank",
@@ -41,56 +44,82 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_SRT = "sglang.srt"
+_SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+_RUNNER = f"{_SRT}.model_executor.model_runner"
 _MANAGERS = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
-    "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin",  # 0.5.12
+    f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+    f"{_SRT}.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin",  # 0.5.12
 )
 _DIRECT = (
-    "sglang.srt.model_executor.model_runner_components.weight_updater._model_load_weights_direct",
-    "sglang.srt.model_executor.model_runner._model_load_weights_direct",  # 0.5.12
+    f"{_SRT}.model_executor.model_runner_components.weight_updater._model_load_weights_direct",
+    f"{_RUNNER}._model_load_weights_direct",  # 0.5.12
 )
 _ARGUMENTS = (
-    "sglang.srt.server_args.ServerArgs.resolve_once",
-    "sglang.srt.server_args.ServerArgs.__post_init__",  # 0.5.12
+    f"{_SRT}.server_args.ServerArgs.resolve_once",
+    f"{_SRT}.server_args.ServerArgs.__post_init__",  # 0.5.12
 )
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_registered = False
+# Where a hook can be put: the function, as versions call it, and when the hook runs.
+_PLACES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "arguments": (_ARGUMENTS, "BEFORE"),
+    "scheduler": ((f"{_SCHEDULER}.__init__",), "BEFORE"),
+    "configuration": (
+        (f"{_SRT}.configs.model_config.ModelConfig._verify_quantization",),
+        "BEFORE",
+    ),
+    "new model": ((f"{_SRT}.model_loader.loader._initialize_model",), "AFTER"),
+    "loaded model": ((f"{_RUNNER}.ModelRunner.load_model",), "AFTER"),
+    "direct load": (_DIRECT, "AROUND"),
+    "update from tensors": (
+        tuple(f"{manager}.update_weights_from_tensor" for manager in _MANAGERS),
+        "AROUND",
+    ),
+    "update from a group": (
+        tuple(f"{manager}.update_weights_from_distributed" for manager in _MANAGERS),
+        "AROUND",
+    ),
+    "update from disk": (
+        tuple(f"{manager}.update_weights_from_disk" for manager in _MANAGERS),
+        "AROUND",
+    ),
+    "release of memory": (
+        tuple(f"{manager}.release_memory_occupation" for manager in _MANAGERS),
+        "AFTER",
+    ),
+    "request": ((f"{_SCHEDULER}._add_request_to_queue",), "BEFORE"),
+}
 _noted_rank: int | None = None
 
 
-def register() -> None:
-    """Make the quantizations known and put the hooks in place; idempotent."""
-    global _registered
-    if _registered:
-        return
-    from flashrl.engines.sglang import hooks
-    from flashrl.engines.sglang.quantization import CONFIGS
-
-    registry = importlib.import_module("sglang.srt.layers.quantization")
+def register_quantizations(configs: Mapping[str, type]) -> None:
+    """Make quantizations known to SGLang, under their names."""
+    registry = importlib.import_module(f"{_SRT}.layers.quantization")
     for table in ("BASE_QUANTIZATION_METHODS", "QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"):
-        getattr(registry, table).update(CONFIGS)
-    server_args = importlib.import_module("sglang.srt.server_args")
-    server_args.add_quantization_method_choices(list(CONFIGS))
+        getattr(registry, table).update(configs)
+    importlib.import_module(f"{_SRT}.server_args").add_quantization_method_choices(list(configs))
 
-    manager = _first_of(_MANAGERS)
-    for target, kind, hook in (
-        (_first_of(_ARGUMENTS), "BEFORE", hooks.ask_for_8_bit),
-        (f"{_SCHEDULER}.__init__", "BEFORE", _note_rank),
-        ("sglang.srt.configs.model_config.ModelConfig._verify_quantization", "BEFORE",
-         hooks.follow_config),
-        ("sglang.srt.model_loader.loader._initialize_model", "AFTER", hooks.guard_model),
-        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER",
-         hooks.check_start),
-        (_first_of(_DIRECT), "AROUND", hooks.load_direct),
-        (f"{manager}.update_weights_from_tensor", "AROUND", hooks.survive_update),
-        (f"{manager}.update_weights_from_distributed", "AROUND", hooks.survive_update),
-        (f"{manager}.update_weights_from_disk", "AROUND", hooks.survive_update_from_disk),
-        (f"{manager}.release_memory_occupation", "AFTER", hooks.note_release),
-        (f"{_SCHEDULER}._add_request_to_queue", "BEFORE", hooks.refuse_without_weights),
-    ):  # fmt: skip
-        _hook(target, kind, hook)
-    pkgutil.resolve_name(_SCHEDULER).flashrl = hooks.handle_command
-    _registered = True
+
+def hook(place: str, function: Callable[..., Any]) -> None:
+    """Have SGLang call a function of ours.
+
+    Args:
+        place: A key of the table above.
+        function: What SGLang's ``HookRegistry`` takes there.
+
+    Raises:
+        UnsupportedError: This version has no such place.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    targets, when = _PLACES[place]
+    target = _first_of(targets)
+    HookRegistry.register(target, function, HookType[when])
+    logger.info("hooked %s: %s", target, (function.__doc__ or "").split("\n")[0])
+
+
+def add_command(answer: Callable[..., Any]) -> None:
+    """Let every scheduler answer ``collective_rpc("flashrl", ...)``."""
+    pkgutil.resolve_name(_SCHEDULER).flashrl = answer
 
 
 def _first_of(paths: tuple[str, ...]) -> str:
@@ -103,15 +132,6 @@ def _first_of(paths: tuple[str, ...]) -> str:
     raise UnsupportedError(
         f"this version of SGLang has none of {', '.join(paths)}; flashrl knows 0.5.12 to 0.5.23"
     )
-
-
-def _hook(target: str, kind: str, hook: Callable[..., Any]) -> None:
-    """Register a hook whose target is there."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    _first_of((target,))
-    HookRegistry.register(target, hook, HookType[kind])
-    logger.info("hooked %s: %s", target, (hook.__doc__ or "").split("\n")[0])
 
 
 def model_of(scheduler: Any) -> nn.Module:
@@ -130,7 +150,7 @@ def tensor_parallel_rank(scheduler: Any) -> int:
     return int(scheduler.tp_group.rank_in_group)
 
 
-def _note_rank(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def note_rank(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Remember the data-parallel rank, which versions before 0.5.23 tell the scheduler alone."""
     global _noted_rank
     given = inspect.signature(type(scheduler).__init__).bind(scheduler, *args, **kwargs).arguments

@@ -13,8 +13,8 @@ from torch import nn
 
 from flashrl.core.config import load_config
 from flashrl.engines.sglang import compat
+from flashrl.engines.sglang.entries import entry_of_rank
 from flashrl.engines.sglang.gate import WeightGate, gate_of
-from flashrl.engines.sglang.plugin import entry_of_rank
 from flashrl.engines.sglang.storage import QuantizedParameter
 from flashrl.errors import EngineStateError, FlashRLError
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 
-from flashrl.core.config import Entry, load_config
-from flashrl.errors import UnsupportedError
-
-__all__ = ["entry_of_rank", "register", "require_entry"]
+__all__ = ["register"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +22,7 @@ def register() -> None:
         SystemExit: FLASHRL_CONFIG is set and cannot be followed.
     """
     try:
-        from flashrl.engines.sglang import compat
-
-        compat.register()
-        if "FLASHRL_CONFIG" in os.environ:
-            _check_entries()
+        _set_up()
     except Exception as error:
         if not os.environ.get("FLASHRL_CONFIG"):
             raise
@@ -38,48 +32,33 @@ def register() -> None:
         )
 
 
-def entry_of_rank() -> Entry | None:
-    """What FLASHRL_CONFIG says for this process's data-parallel rank, or None."""
-    config = load_config()
-    if config is None:
-        return None
-    from flashrl.engines.sglang import compat
+def _set_up() -> None:
+    from flashrl.engines.sglang import entries
 
-    return config.for_rank(compat.data_parallel_rank())
+    _add_to_sglang()
+    if "FLASHRL_CONFIG" in os.environ:
+        entries.check_entries()
 
 
-def require_entry() -> Entry:
-    """What FLASHRL_CONFIG says for this process's data-parallel rank.
+@functools.cache
+def _add_to_sglang() -> None:
+    """The one table of what is added to SGLang, and where."""
+    from flashrl.engines.sglang import compat, hooks
+    from flashrl.engines.sglang.quantization import CONFIGS
 
-    Raises:
-        UnsupportedError: FLASHRL_CONFIG is not set.
-    """
-    entry = entry_of_rank()
-    if entry is None:
-        raise UnsupportedError(
-            "quantization 'flashrl' needs a scheme: start the engine with "
-            "flashrl.launch_args('sglang', scheme), use flashrl_int8 or another preset, "
-            "or set FLASHRL_CONFIG"
-        )
-    return entry
-
-
-def _check_entries() -> None:
-    """Refuse what no rank could do, before an engine starts.
-
-    Raises:
-        UnsupportedError: Names each entry and what it asks for.
-    """
-    config = load_config()
-    faults = [
-        f"configs[{index}]: {key} is not supported; {instead}"
-        for index, entry in enumerate(config.entries if config else ())
-        for key, asked, instead in (
-            ("kv_cache", entry.kv_cache, "an fp8 KV cache needs calibrated scales"),
-            ("lm_head_fp32", entry.lm_head_fp32, "start SGLang with --enable-fp32-lm-head"),
-            ("prune_dead_neurons", entry.quant_scheme.prune_dead_neurons, "use int8"),
-        )
-        if asked
-    ]
-    if faults:
-        raise UnsupportedError("\n  ".join(faults))
+    compat.register_quantizations(CONFIGS)
+    for place, hook in (
+        ("arguments", hooks.ask_for_8_bit),
+        ("scheduler", compat.note_rank),
+        ("configuration", hooks.follow_config),
+        ("new model", hooks.guard_model),
+        ("loaded model", hooks.check_start),
+        ("direct load", hooks.load_direct),
+        ("update from tensors", hooks.survive_update),
+        ("update from a group", hooks.survive_update),
+        ("update from disk", hooks.survive_update_from_disk),
+        ("release of memory", hooks.note_release),
+        ("request", hooks.refuse_without_weights),
+    ):
+        compat.hook(place, hook)
+    compat.add_command(hooks.handle_command)

@@ -15,6 +15,7 @@ from flashrl.core.names import FUSED, LayerRules
 from flashrl.core.profiles import Profile
 from flashrl.core.profiles.files import load_profile
 from flashrl.core.schemes import PRESETS, QuantScheme
+from flashrl.engines.sglang.entries import require_entry
 from flashrl.engines.sglang.linear import FlashRLLinearMethod, KeptLinearMethod
 from flashrl.engines.sglang.moe import FlashRLMoEMethod
 from flashrl.errors import UnsupportedError
@@ -40,8 +41,6 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
         if scheme is None and self.preset is not None:
             scheme = PRESETS[self.preset]
         if scheme is None:
-            from flashrl.engines.sglang.plugin import require_entry
-
             entry = require_entry()
             scheme, profile = entry.quant_scheme, entry.profile
         self.scheme = scheme

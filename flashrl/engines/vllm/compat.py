@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import attrs
 from torch import Tensor, nn
 
 from flashrl.core.config import load_config
@@ -22,6 +21,7 @@ from flashrl.core.schemes import QuantScheme
 from flashrl.errors import EngineStateError, UnsupportedError
 
 __all__ = [
+    "PREFIX",
     "add_worker_method",
     "after_conversion",
     "after_start",
@@ -48,6 +48,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+PREFIX = "flashrl"
+"""What the names of our quantizations begin with."""
 
 
 def cuda_product(scheme: QuantScheme) -> tuple[str, Any]:
@@ -113,20 +116,20 @@ def is_ours() -> bool:
     """Whether the engine that is being built is 8-bit, or 16-bit because FLASHRL_CONFIG says so."""
     from vllm.config import get_current_vllm_config_or_none
 
-    from flashrl.engines.vllm.quantization import FlashRLConfig
-
     config = get_current_vllm_config_or_none()
     if config is None:
         return False
-    return isinstance(config.quant_config, FlashRLConfig) or load_config() is not None
+    return _is_quantization_of_ours(config.quant_config) or load_config() is not None
+
+
+def _is_quantization_of_ours(config: Any) -> bool:
+    return config is not None and str(config.get_name()).startswith(PREFIX)
 
 
 @functools.cache
 def watch_models() -> None:
     """Let a quantization of ours see each model that is built for it, before its weights come."""
     from vllm.model_executor.model_loader import base_loader
-
-    from flashrl.engines.vllm.quantization import FlashRLConfig
 
     build = base_loader.initialize_model
 
@@ -135,7 +138,7 @@ def watch_models() -> None:
         model = build(vllm_config, *args, **kwargs)
         config, main = vllm_config.quant_config, vllm_config.model_config
         # A draft model has a configuration of its own.
-        if isinstance(config, FlashRLConfig) and kwargs.get("model_config", main) is main:
+        if _is_quantization_of_ours(config) and kwargs.get("model_config", main) is main:
             config.receive(model, main)
         return model
 
@@ -143,20 +146,18 @@ def watch_models() -> None:
     logger.info("models of flashrl engines take their weights through flashrl")
 
 
-def add_worker_method() -> None:
+def add_worker_method(answer: Callable[..., Any]) -> None:
     """Let every worker answer ``collective_rpc("flashrl", ...)``; idempotent.
 
     vLLM's own place for it, ``worker_extension_cls``, holds one class, and trainers use it.
+
+    Args:
+        answer: (worker, operation, ...) → what the call returns.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
-    def flashrl(worker: Any, operation: str, *args: Any) -> Any:
-        from flashrl.engines.vllm.worker import call
-
-        return call(worker, operation, *args)
-
     if not hasattr(WorkerBase, "flashrl"):
-        WorkerBase.flashrl = flashrl
+        WorkerBase.flashrl = answer
 
 
 def check_convertible(worker: Any) -> None:
@@ -324,11 +325,6 @@ def tensor_parallel_group() -> Any:
     from vllm.distributed import get_tp_group
 
     return get_tp_group().device_group
-
-
-def scheme_fields(scheme: QuantScheme) -> dict[str, Any]:
-    """A scheme as plain values, for another process."""
-    return attrs.asdict(scheme)
 
 
 def data_parallel_rank() -> int:

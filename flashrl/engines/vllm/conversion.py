@@ -24,12 +24,12 @@ from flashrl.core.schemes import QuantScheme
 from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.arguments import fingerprint
 from flashrl.engines.vllm.checkpoint_names import Contents, read_contents
+from flashrl.engines.vllm.entries import lm_head_in_fp32
 from flashrl.engines.vllm.halves import scale_part
 from flashrl.engines.vllm.intake import Intake, static_scale
 from flashrl.engines.vllm.kept import FP32HeadMethod, register_weight, unpack
 from flashrl.engines.vllm.linear import FlashRLLinearMethod
 from flashrl.engines.vllm.placement import Piece, find_pieces
-from flashrl.engines.vllm.quantization import lm_head_in_fp32
 from flashrl.engines.vllm.storage import QuantizedStorage, check_blocks
 from flashrl.errors import SchemeError, UnsupportedError
 

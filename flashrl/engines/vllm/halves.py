@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashrl.core.schemes import QuantScheme
+from flashrl.core.updates.quantized import SCALE_SUFFIX
 from flashrl.engines.vllm.loading import Faults
 from flashrl.engines.vllm.placement import Piece
 from flashrl.errors import NonFiniteError, SchemeError, ShapeError
@@ -21,7 +22,7 @@ from flashrl.errors import NonFiniteError, SchemeError, ShapeError
 __all__ = ["Halves", "is_half", "scale_part", "weight_of"]
 
 _8_BIT = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALE = ".weight_scale"
+_SCALE = f".weight{SCALE_SUFFIX}"
 
 
 def is_half(name: str, tensor: Tensor) -> bool:
@@ -31,7 +32,7 @@ def is_half(name: str, tensor: Tensor) -> bool:
 
 def weight_of(name: str) -> str:
     """The weight that a half belongs to."""
-    return name.removesuffix("_scale") if name.endswith(_SCALE) else name
+    return name.removesuffix(SCALE_SUFFIX) if name.endswith(_SCALE) else name
 
 
 @attrs.define

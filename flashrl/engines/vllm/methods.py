@@ -10,10 +10,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from flashrl.core.names import LayerRules
 from flashrl.core.schemes import QuantScheme
 from flashrl.engines.vllm import compat
+from flashrl.engines.vllm.entries import lm_head_in_fp32
 from flashrl.engines.vllm.kept import FP32HeadMethod, KeptEmbeddingMethod, KeptLinearMethod
 from flashrl.engines.vllm.linear import FlashRLLinearMethod
 from flashrl.engines.vllm.moe import FlashRLMoEMethod
-from flashrl.engines.vllm.quantization import lm_head_in_fp32
 
 __all__ = ["choose_method"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from flashrl.core.config import Entry, EnvironmentOptions, load_config
+from flashrl.core.config import EnvironmentOptions, load_config
 
-__all__ = ["entry_of_rank", "register"]
+__all__ = ["register"]
 
 
 @functools.cache
@@ -16,7 +16,7 @@ def register() -> None:
     from flashrl.engines.vllm import compat, quantization
 
     quantization.register()
-    compat.add_worker_method()
+    compat.add_worker_method(_answer)
     if load_config() is not None:
         compat.inject_engine_args()
         compat.follow_weights_on_cpu()
@@ -24,12 +24,10 @@ def register() -> None:
             compat.after_start(_check_reload)
 
 
-def entry_of_rank() -> Entry | None:
-    """What FLASHRL_CONFIG says for this process's data-parallel rank; None if it is not set."""
-    from flashrl.engines.vllm import compat
+def _answer(worker: Any, operation: str, *args: Any) -> Any:
+    from flashrl.engines.vllm.worker import call
 
-    config = load_config()
-    return None if config is None else config.for_rank(compat.data_parallel_rank())
+    return call(worker, operation, *args)
 
 
 def _check_reload(engine: Any) -> None:

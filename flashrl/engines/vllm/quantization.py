@@ -11,17 +11,16 @@ from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from flashrl.core.environment import EnvironmentOptions
 from flashrl.core.names import FUSED, LayerRules
 from flashrl.core.profiles.files import load_profile
 from flashrl.core.schemes import PRESETS, QuantScheme
 from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.checkpoint_names import read_contents
+from flashrl.engines.vllm.entries import entry_of_rank
 from flashrl.errors import ConfigError, UnsupportedError
 
-__all__ = ["FlashRLConfig", "lm_head_in_fp32", "register"]
+__all__ = ["FlashRLConfig", "register"]
 
-_PREFIX = "flashrl"
 _READABLE = ("int-quantized", "float-quantized", "naive-quantized")
 
 
@@ -51,8 +50,6 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
     def scheme(self) -> QuantScheme:
         """The scheme of this process: given, or its data-parallel rank's in FLASHRL_CONFIG."""
         if self._scheme is None:
-            from flashrl.engines.vllm.plugin import entry_of_rank
-
             entry = entry_of_rank()
             if entry is None:
                 raise ConfigError(
@@ -84,7 +81,7 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_name(self) -> str:
         """The name it is registered under."""
-        return f"{_PREFIX}_{self.preset}" if self.preset else _PREFIX
+        return f"{compat.PREFIX}_{self.preset}" if self.preset else compat.PREFIX
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Activations of any 16- or 32-bit type."""
@@ -105,7 +102,7 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, **_: Any
     ) -> str | None:
         """Take a checkpoint of compressed-tensors, if the user asks for this quantization."""
-        own = f"{_PREFIX}_{cls.preset}" if cls.preset else _PREFIX
+        own = f"{compat.PREFIX}_{cls.preset}" if cls.preset else compat.PREFIX
         theirs = hf_quant_cfg.get("quant_method")
         return own if user_quant == own and theirs == "compressed-tensors" else None
 
@@ -116,7 +113,7 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
         Raises:
             UnsupportedError: The checkpoint is quantized already, in a way that is not read here.
         """
-        if config.get("quant_method") == _PREFIX:
+        if config.get("quant_method") == compat.PREFIX:
             return cls(QuantScheme(**config["scheme"]), config.get("profile"))
         if config.get("format") in _READABLE:
             return cls()
@@ -163,16 +160,5 @@ class Fp8BlockConfig(FlashRLConfig):
 def register() -> None:
     """Make the quantizations known to vLLM; idempotent."""
     for config in (FlashRLConfig, Int8Config, Fp8ChannelConfig, Fp8TensorConfig, Fp8BlockConfig):
-        name = f"{_PREFIX}_{config.preset}" if config.preset else _PREFIX
+        name = f"{compat.PREFIX}_{config.preset}" if config.preset else compat.PREFIX
         register_quantization_config(name)(config)
-
-
-def lm_head_in_fp32() -> bool:
-    """Whether FLASHRL_LMHEAD_FP32, or the configuration, asks for logits in float32."""
-    from flashrl.engines.vllm.plugin import entry_of_rank
-
-    wanted = EnvironmentOptions.from_environ().lm_head_fp32
-    if wanted is None:
-        entry = entry_of_rank()
-        wanted = entry is not None and entry.lm_head_fp32
-    return wanted

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -70,7 +71,7 @@ class WorkerEngine:
         if not isinstance(scheme, QuantScheme) or intake is None:
             return None
         return {
-            "scheme": compat.scheme_fields(scheme),
+            "scheme": attrs.asdict(scheme),
             "profile": fingerprint(intake.profile),
         }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from flashrl.core.launchers import DashSyntax, Launcher
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from flashrl.core.schemes import QuantScheme
 
 __all__ = ["OpenRLHFAdapter"]
-
-_OLDEST = (0, 11)
 
 
 class OpenRLHFAdapter:
@@ -29,19 +26,9 @@ class OpenRLHFAdapter:
 
     def check(self) -> Viability:
         """Whether OpenRLHF is installed, in a version that is known."""
-        try:
-            version = metadata.version("openrlhf")
-        except metadata.PackageNotFoundError:
-            return Viability(
-                ok=False, reason="openrlhf is not installed; pip install 'flashrl[openrlhf]'"
-            )
-        versions = {"openrlhf": version}
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-            reason = (
-                f"openrlhf {version} spells its options in another way; 0.11 or newer is needed"
-            )
-            return Viability(ok=False, reason=reason, versions=versions)
-        return Viability(ok=True, versions=versions)
+        return Viability.of_distribution(
+            "openrlhf", oldest="0.11", flaw="spells its options in another way"
+        )
 
     def overrides(self, scheme: QuantScheme, *, correction: str) -> Mapping[str, Any]:
         """Arguments of ``openrlhf.cli.train_ppo_ray``, without their dashes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from flashrl.core.launchers import DashSyntax, Launcher
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from flashrl.core.schemes import QuantScheme
 
 __all__ = ["TRLAdapter"]
-
-_OLDEST = (1, 16)
 
 
 class TRLAdapter:
@@ -28,15 +25,7 @@ class TRLAdapter:
 
     def check(self) -> Viability:
         """Whether TRL is installed, in a version that is known."""
-        try:
-            version = metadata.version("trl")
-        except metadata.PackageNotFoundError:
-            return Viability(ok=False, reason="trl is not installed; pip install 'flashrl[trl]'")
-        versions = {"trl": version}
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-            reason = f"trl {version} corrects in another way; 1.16 or newer is needed"
-            return Viability(ok=False, reason=reason, versions=versions)
-        return Viability(ok=True, versions=versions)
+        return Viability.of_distribution("trl", oldest="1.16", flaw="corrects in another way")
 
     def overrides(self, scheme: QuantScheme, *, correction: str) -> Mapping[str, Any]:
         """Fields of ``GRPOConfig``; a script that parses them takes them as arguments.

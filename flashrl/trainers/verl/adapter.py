@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from flashrl.core.launchers import HydraSyntax, Launcher
 from flashrl.core.viability import Viability
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from flashrl.core.schemes import QuantScheme
 
 __all__ = ["VerlAdapter"]
-
-_OLDEST = (0, 9)
 
 
 class VerlAdapter:
@@ -27,23 +25,16 @@ class VerlAdapter:
 
     def check(self) -> Viability:
         """Whether verl is installed, in a version that is known, and loads its plug-ins."""
-        try:
-            version = metadata.version("verl")
-        except metadata.PackageNotFoundError:
-            return Viability(ok=False, reason="verl is not installed; pip install 'flashrl[verl]'")
-        versions = {"verl": version}
-        found = re.match(r"(\d+)\.(\d+)", version)
-        if found is None or tuple(map(int, found.groups())) < _OLDEST:
-            reason = f"verl {version} has no plug-ins; 0.9 or newer is needed"
-            return Viability(ok=False, reason=reason, versions=versions)
+        found = Viability.of_distribution("verl", oldest="0.9", flaw="has no plug-ins")
         policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip()
-        if policy.lower() != "auto" and "flashrl" not in map(str.strip, policy.split(",")):
+        names = [name.strip() for name in policy.split(",")]
+        if found.ok and policy.lower() != "auto" and "flashrl" not in names:
             reason = (
                 f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading flashrl's guards and "
                 "metrics; unset it, or add flashrl to it"
             )
-            return Viability(ok=False, reason=reason, versions=versions)
-        return Viability(ok=True, versions=versions)
+            return attrs.evolve(found, ok=False, reason=reason)
+        return found
 
     def overrides(self, scheme: QuantScheme, *, correction: str) -> Mapping[str, Any]:
         """Hydra keys of ``verl.trainer.main_ppo``.

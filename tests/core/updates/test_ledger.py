@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from flashrl.core.interfaces import WeightInfo
 from flashrl.core.updates import UpdateLedger, load_each
@@ -140,29 +137,9 @@ def test_long_lists_are_cut() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe", "mixtral"])
-def test_stacked_experts_come_under_the_engines_names(
-    model_type: str, tmp_path: pathlib.Path
-) -> None:
+def test_stacked_experts_come_under_the_engines_names(model_type: str, make_experts) -> None:
     """An engine that has a checkpoint's names takes what a trainer stacks (SkyRL#1852)."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(
-        model_type,
-        vocab_size=16,
-        hidden_size=8,
-        head_dim=4,
-        intermediate_size=6,
-        moe_intermediate_size=6,
-        shared_expert_intermediate_size=6,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_experts=3,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
-    on_disk = load_file(tmp_path / "model.safetensors")
+    model, on_disk = make_experts(model_type)
     ledger = UpdateLedger(
         {name: WeightInfo(shape=tuple(t.shape), dtype=t.dtype) for name, t in on_disk.items()}
     )

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from flashrl.core.quantize import dequantize, quantize_into
 from flashrl.core.schemes import get_scheme
@@ -172,25 +171,9 @@ class TestLora:
 
 class TestExperts:
     @pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral"])
-    def test_split_equals_what_transformers_writes_to_disk(self, model_type, tmp_path) -> None:
+    def test_split_equals_what_transformers_writes_to_disk(self, model_type, make_experts) -> None:
         """SkyRL#1852: per-expert results, names and all."""
-        transformers = pytest.importorskip("transformers")
-        config = transformers.AutoConfig.for_model(
-            model_type,
-            vocab_size=16,
-            hidden_size=8,
-            intermediate_size=6,
-            moe_intermediate_size=6,
-            shared_expert_intermediate_size=6,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_experts=3,
-            num_local_experts=3,
-        )
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        model.save_pretrained(tmp_path)
-        on_disk = load_file(tmp_path / "model.safetensors")
+        model, on_disk = make_experts(model_type)
         stacked = dict(model.named_parameters())
         assert any(tensor.ndim == 3 for tensor in stacked.values())
         pushed = dict(checkpoint_tensors(stacked.items(), layout=EXPERT_LAYOUTS[model_type]))

@@ -180,14 +180,14 @@ def test_a_configuration_that_cannot_be_followed_ends_the_start(
 def test_a_version_without_a_hooks_target_ends_the_start() -> None:
     code = (
         "from flashrl.engines.sglang import compat, plugin\n"
-        "compat._MANAGERS = ('sglang.srt.managers.gone.Manager',)\n"
+        "compat._PLACES['update from disk'] = (('sglang.srt.gone.Manager.update',), 'AROUND')\n"
         "plugin.register()\n"
         "print('went on')\n"
     )
     ended = run(code, FLASHRL_CONFIG="int8")
     assert ended.returncode == 1
     assert "cannot be followed in SGLang" in ended.stderr
-    assert "sglang.srt.managers.gone.Manager" in ended.stderr
+    assert "sglang.srt.gone.Manager.update" in ended.stderr
     without = run(code, FLASHRL_CONFIG="")
     assert "UnsupportedError" in without.stderr
     assert without.returncode != 0
