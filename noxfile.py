@@ -57,14 +57,15 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 
 def install(session: nox.Session, *packages: str, **options: Any) -> None:
     """Install packages; a download that breaks off is tried anew."""
-    for pause in (10, 60, 0):
+    for pause in (10, 60):
         try:
-            return session.install(*packages, **options)
+            session.install(*packages, **options)
         except nox.command.CommandFailed:
-            if not pause:
-                raise
             session.log(f"The install failed; once more in {pause} s.")
             time.sleep(pause)
+        else:
+            return
+    session.install(*packages, **options)
 
 
 def install_project(session: nox.Session, *extras: str) -> None:
