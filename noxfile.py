@@ -199,7 +199,10 @@ def openrlhf(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation, warnings being errors, and run its examples."""
     install_project(session, "docs", "test")
-    session.run("pytest", "--doctest-modules", "flashrl/core", "flashrl/session.py", "-q")
+    session.run(
+        *("pytest", "--doctest-modules", "flashrl/core", "flashrl/session.py", "-q"),
+        "--ignore=flashrl/core/quantize/_triton.py",  # cannot be imported without Triton
+    )
     session.run("pytest", "docs/how-to/tiny_engine.py", "-q")
     session.run("sphinx-build", "-W", "-b", "html", "docs", "docs/_build/html")
     session.run("sphinx-build", "-W", "-b", "doctest", "docs", "docs/_build/doctest")

@@ -36,6 +36,7 @@ _UNSET: Mapping[str, tuple[Any, ...]] = {
     "logprobs_mode": (None, "raw_logprobs"),
     "distributed_executor_backend": (None,),
     "load_format": ("auto",),
+    "kv_cache_dtype": (None, "auto"),
 }
 
 
@@ -49,6 +50,8 @@ def launch_arguments(scheme: QuantScheme, *, profile: str | None = None) -> dict
     arguments: dict[str, Any] = {"logprobs_mode": _LOGPROBS_MODE}
     if not scheme.quantized:
         return arguments
+    if scheme.kv_cache:
+        arguments["kv_cache_dtype"] = scheme.kv_cache
     if scheme == PRESETS.get(scheme.name) and profile is None:
         arguments["quantization"] = f"flashrl_{scheme.name}"
     else:
@@ -95,10 +98,10 @@ def check_scheme(scheme: QuantScheme, *, profile: object = None) -> None:
         UnsupportedError: Names what it does not do.
         SchemeError: Static scales are wanted, and there is no profile that has them.
     """
-    if scheme.kv_cache:
+    if scheme.kv_cache and not scheme.quantized:
         raise UnsupportedError(
-            f"scheme {scheme.name!r} asks for a {scheme.kv_cache} KV cache, whose scales the vLLM "
-            "engine would not recompute after an update; leave it out"
+            f"scheme {scheme.name!r} asks for a {scheme.kv_cache} KV cache and quantizes no "
+            "weights, and its scales follow weights that come through an 8-bit scheme; leave it out"
         )
     if scheme.quantized and not scheme.dynamic and profile is None:
         raise SchemeError(
@@ -155,6 +158,15 @@ def _wanted(args: Any, config: Config) -> dict[str, Any]:
     if several:
         # Each rank looks its own entry up; what they start from is one model.
         wanted: dict[str, Any] = {"quantization": "flashrl", "logprobs_mode": _LOGPROBS_MODE}
+        caches = {each.quant_scheme.kv_cache for each in config.entries}
+        if len(caches) > 1:
+            raise ConfigError(
+                "some entries of FLASHRL_CONFIG ask for an fp8 KV cache and others do not, and one "
+                "call of vLLM starts all data-parallel ranks with one; start each rank by itself "
+                "with data_parallel_rank"
+            )
+        if caches != {None}:
+            wanted["kv_cache_dtype"] = caches.pop()
         models = {each.model for each in config.entries}
         if len(models) > 1:
             raise ConfigError(

@@ -33,11 +33,14 @@ __all__ = [
     "engine_context",
     "follow_weights_on_cpu",
     "forget_reload",
+    "has_lora",
     "inject_engine_args",
+    "is_attention",
     "is_experts",
     "is_reloading",
     "is_shut_down",
     "leave_process_groups",
+    "reads_cache_scales",
     "restore_engine_args",
     "restore_sampler",
     "settle_reload",
@@ -203,6 +206,28 @@ def forget_reload(model: nn.Module) -> None:
 def is_experts(layer: Any) -> bool:
     """Whether a layer holds the experts of a mixture."""
     return any(kind.__name__ in ("RoutedExperts", "FusedMoE") for kind in type(layer).__mro__)
+
+
+def is_attention(layer: Any) -> bool:
+    """Whether a layer keeps keys and values in a cache, with scales of its own."""
+    return hasattr(layer, "_k_scale") and hasattr(layer, "kv_cache_dtype")
+
+
+def reads_cache_scales(layer: Any) -> bool:
+    """Whether an attention layer's kernels read its scales at each step.
+
+    FlashInfer takes them as numbers, which a CUDA graph keeps as they were.
+    """
+    backend = layer.attn_backend.get_name()
+    return layer._k_scale.device.type != "cuda" or backend in ("FLASH_ATTN", "TRITON_ATTN")
+
+
+def has_lora() -> bool:
+    """Whether the engine that is being built takes LoRA adapters."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.lora_config is not None
 
 
 def cpu_select_experts() -> Callable[..., tuple[Tensor, Tensor]] | None:

@@ -28,6 +28,7 @@ from flashrl.engines.vllm.entries import lm_head_in_fp32
 from flashrl.engines.vllm.halves import scale_part
 from flashrl.engines.vllm.intake import Intake, static_scale
 from flashrl.engines.vllm.kept import FP32HeadMethod, register_weight, unpack
+from flashrl.engines.vllm.kv_cache import CacheScales
 from flashrl.engines.vllm.linear import FlashRLLinearMethod
 from flashrl.engines.vllm.placement import Piece, find_pieces
 from flashrl.engines.vllm.storage import QuantizedStorage, check_blocks
@@ -86,14 +87,23 @@ class Conversion:
         _let_follow(model)
         pieces = self._find_pieces(chosen, contents)
         with compat.engine_context(worker):
+            cache = CacheScales.of(model, scheme)
             self._converted = [
                 self._convert(name, layer, pieces[f"{name}.weight"]) for name, layer in chosen
             ]
         self._intake = Intake(
-            model, scheme, contents=contents, profile=profile, loaded=True, keep=True
+            model,
+            scheme,
+            contents=contents,
+            profile=profile,
+            loaded=True,
+            keep=True,
+            cache=cache,
         )
         self._intake.begin()
         self._change_kept()
+        if cache is not None:
+            cache.refresh()
         compat.after_conversion(model, worker)
 
     def is_for(self, scheme: QuantScheme, profile: Profile | None) -> bool:

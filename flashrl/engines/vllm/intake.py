@@ -25,6 +25,7 @@ from flashrl.core.schemes import QuantScheme
 from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.checkpoint_names import Contents
 from flashrl.engines.vllm.halves import Halves, is_half, scale_part, weight_of
+from flashrl.engines.vllm.kv_cache import CacheScales
 from flashrl.engines.vllm.loading import Faults, is_finite, watching
 from flashrl.engines.vllm.placement import Piece, find_pieces, storages_of
 from flashrl.engines.vllm.plan import Batch, Plan, load_pieces
@@ -66,6 +67,7 @@ class Intake:
         profile: Smoothing factors and static scales.
         loaded: Whether the model holds its weights already.
         keep: Remember kept tensors as they were pushed, for a way back to 16 bit.
+        cache: Scales of an FP8 KV cache, which follow what is loaded.
 
     Attributes:
         pushed: Kept tensors that smoothing or pruning changed, as they were pushed.
@@ -81,8 +83,10 @@ class Intake:
         profile: Profile | None = None,
         loaded: bool = False,
         keep: bool = False,
+        cache: CacheScales | None = None,
     ) -> None:
         self.profile = profile
+        self.cache = cache
         self.pushed: dict[str, Tensor] = {}
         self._model = model
         self._scheme = scheme
@@ -99,6 +103,8 @@ class Intake:
     def remove(self) -> None:
         """Give the model its own ``load_weights`` back."""
         del self._model.load_weights, self._model.flashrl_intake
+        if self.cache is not None:
+            self.cache.remove()
 
     @property
     def plan(self) -> Plan:
@@ -194,6 +200,8 @@ class Intake:
             push.batch.run()
             for name in push.batch.find_faults():
                 faults.lost(name)
+        if self.cache is not None and push.plan is not None:
+            self.cache.refresh(push.loaded)
         self._loaded = True
         return push.loaded
 

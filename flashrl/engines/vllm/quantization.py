@@ -68,8 +68,10 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
 
         Raises:
             ProfileError: The profile cannot be read.
+            UnsupportedError: The scales of an FP8 KV cache cannot follow this model's weights.
         """
         from flashrl.engines.vllm.intake import Intake
+        from flashrl.engines.vllm.kv_cache import CacheScales
 
         scheme = self.scheme  # says which profile
         Intake(
@@ -77,6 +79,7 @@ class FlashRLConfig(QuantizationConfig):  # type: ignore[misc]
             scheme,
             contents=functools.partial(read_contents, model_config),
             profile=load_profile(self._profile) if self._profile else None,
+            cache=CacheScales.of(model, scheme),
         )
 
     def get_name(self) -> str:

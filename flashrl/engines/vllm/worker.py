@@ -161,6 +161,7 @@ class WorkerEngine:
             "quantized_weights": sum(quantized),
             "kept_weights": len(quantized) - sum(quantized),
             "bytes": sum(sizes.values()),
+            "kv_cache_scales": self._intake.cache.describe() if self._intake.cache else {},
         }
 
     @property

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import flashrl
-from flashrl.core.schemes import get_scheme
 from flashrl.errors import UnsupportedError
 from flashrl.testing import Checkpoint
 
@@ -61,14 +60,3 @@ def test_a_compiled_model_takes_pushes_but_no_attach(
     compiled = engine(models[0].path, enforce_eager=False)
     with pytest.raises(UnsupportedError, match=r"compiled.*launch_args"):
         flashrl.attach(compiled, "int8")
-
-
-def test_what_the_engine_does_not_do_is_refused(
-    engine: Callable[..., Any], checkpoint: Callable[..., Checkpoint]
-) -> None:
-    """NeMo-RL#3225: KV scales are never silently 1.0."""
-    scheme = get_scheme("int8").evolve(name="more", kv_cache="fp8")
-    with pytest.raises(UnsupportedError, match="KV cache"):
-        flashrl.launch_args("vllm", scheme)
-    with pytest.raises(UnsupportedError, match="KV cache"):
-        flashrl.attach(engine(checkpoint(seed=0).path), scheme)
