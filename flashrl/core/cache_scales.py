@@ -26,8 +26,8 @@ _MOST = 64  # exponents beyond which float32 would run out
 def bound_projection(weight: Tensor, norm_weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """Largest magnitude of each output of a projection that follows an RMSNorm.
 
-    The norm gives g ∘ x̂ with ‖x̂‖₂ ≤ √d, so by Cauchy-Schwarz
-    |wⱼ · (g ∘ x̂) + bⱼ| ≤ √d ‖wⱼ ∘ g‖₂ + |bⱼ|.
+    The norm gives ``g ∘ x̂`` with ``‖x̂‖₂ ≤ √d``, so by Cauchy-Schwarz
+    ``|wⱼ · (g ∘ x̂) + bⱼ| ≤ √d ‖wⱼ ∘ g‖₂ + |bⱼ|``.
 
     Args:
         weight: The projection's, [out, in].
@@ -47,7 +47,7 @@ def bound_projection(weight: Tensor, norm_weight: Tensor, *, bias: Tensor | None
 
 
 def bound_norm(norm_weight: Tensor) -> Tensor:
-    """Largest magnitude of an RMSNorm's output, also after a rotary embedding: √d max |g|.
+    """Largest magnitude of an RMSNorm's output, also after a rotary embedding: ``√d max|g|``.
 
     Args:
         norm_weight: What the norm multiplies by, g, (d,).
