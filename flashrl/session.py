@@ -183,12 +183,14 @@ class Session:
         version: int | None = None,
         lora_scale: float | None = None,
     ) -> None:
-        """Push a full set of 16-bit weights; the engine quantizes them in place.
+        """Push a full set of weights; the engine quantizes 16-bit ones in place.
 
         Args:
             named_tensors: ``model.named_parameters()``, or any pairs of checkpoint name and
                 tensor (fp32, bf16 or fp16), in any order.  Trainers' wrapper prefixes are
-                stripped and sharded tensors gathered.
+                stripped and sharded tensors gathered.  What
+                :func:`~flashrl.core.updates.quantized.quantize_tensors` yields is taken too, by
+                engines with that capability.
             version: The weight version; the next integer without it.
             lora_scale: alpha / rank, where LoRA factors are among them and are to be merged.
 
@@ -215,7 +217,7 @@ class Session:
             ...     for bucket in buckets:
             ...         update.push(bucket)
         """
-        ledger = UpdateLedger(self.engine.weights())
+        ledger = UpdateLedger(self.engine.weights(), quantized=self.capabilities.quantized_pushes)
         number = self._latest + 1 if version is None else version
         self.version = None
         yield WeightUpdate(self.engine, ledger, version=number)

@@ -50,6 +50,8 @@ class Capabilities:
         static_scales: It takes a profile's static scales.
         smoothing: It takes a profile's smoothing factors.
         mixture_of_experts: It quantizes experts.
+        quantized_pushes: It takes weights that the sender quantized, ``X.weight`` in 8 bit and
+            ``X.weight_scale``, in any order.
         detaches: :meth:`AttachedEngine.detach` gives the 16-bit engine back.
     """
 
@@ -59,6 +61,7 @@ class Capabilities:
     static_scales: bool = False
     smoothing: bool = False
     mixture_of_experts: bool = False
+    quantized_pushes: bool = False
     detaches: bool = False
 
 
@@ -100,7 +103,8 @@ class AttachedEngine(Protocol):
 
         Args:
             named_tensors: Tensors whose names and shapes :meth:`weights` lists, in any order; the
-                caller may overwrite each as soon as the next is asked for.
+                caller may overwrite each as soon as the next is asked for.  16- or 32-bit, and
+                with :attr:`Capabilities.quantized_pushes` also 8-bit with their scales.
             version: The weight version they belong to.
 
         Raises:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashrl.core.rollouts import SamplingParams
+from flashrl.core.updates.quantized import quantize_tensors
 from flashrl.errors import EngineStateError, VerificationError, WeightUpdateError
 from flashrl.session import Session
 from flashrl.testing.checkpoints import Checkpoint, make_checkpoint
@@ -107,6 +108,27 @@ class EngineConformance:
             assert session.version == 100 + step
             assert session.verify(checkpoints[which].named_tensors()).ok
             assert generate_greedily(session) == greedy_outputs[which]
+
+    def test_weights_that_the_sender_quantized_equal_16_bit_ones(
+        self, session: Session, checkpoints: tuple[Checkpoint, ...]
+    ) -> None:
+        weights = dict(checkpoints[1].named_tensors())
+        pushed = list(quantize_tensors(weights.items(), session.scheme))
+        assert len(pushed) > len(weights)
+        if not session.capabilities.quantized_pushes:
+            with pytest.raises(WeightUpdateError, match="expected"):
+                session.update_weights(pushed)
+            assert session.version is None
+            return
+        for order in (pushed, pushed[::-1]):
+            session.update_weights(order)
+            assert session.verify(weights.items()).ok
+            session.update_weights(checkpoints[0].named_tensors())
+        scales = [name for name, _ in pushed if name not in weights]
+        with pytest.raises(WeightUpdateError, match="without its scale") as caught:
+            session.update_weights(pair for pair in pushed if pair[0] != scales[0])
+        assert set(caught.value.faults) == {scales[0].removesuffix("_scale")}
+        assert session.version is None
 
     def test_linears_are_8_bit_and_the_rest_is_not(self, session: Session) -> None:
         infos = session.engine.weights()

@@ -42,6 +42,7 @@ CAPABILITIES = Capabilities(
     smoothing=True,
     static_scales=True,
     mixture_of_experts=True,
+    quantized_pushes=True,
     detaches=True,
 )
 

@@ -16,6 +16,7 @@ from flashrl.core.profiles import Profile
 from flashrl.core.profiles.smoothing import Smoothing
 from flashrl.core.quantize import dequantize
 from flashrl.core.schemes import QuantScheme
+from flashrl.core.updates.halves import Halves, is_half, weight_of
 from flashrl.core.updates.pushes import EXPERT_LAYOUTS, ExpertLayout, split_experts
 from flashrl.core.updates.verify import make_pruner
 from flashrl.engines.huggingface.layers import (
@@ -23,7 +24,7 @@ from flashrl.engines.huggingface.layers import (
     QuantizedLinear,
     is_stacked_experts,
 )
-from flashrl.errors import FlashRLError, NonFiniteError, SchemeError
+from flashrl.errors import FlashRLError, NonFiniteError, SchemeError, UnsupportedError
 
 __all__ = ["Conversion"]
 
@@ -62,6 +63,7 @@ class Conversion:
             )
         self._updated: set[str] = set()
         self._pushed: dict[str, Tensor] = {}
+        self._halves = Halves()
         for name, module in self._originals.items():
             model.set_submodule(name, _make_quantized(module, scheme))
         self.linears = {
@@ -80,14 +82,24 @@ class Conversion:
             raise
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Put one 16-bit tensor in place.
+        """Put one tensor in place: 16-bit, or half of a weight that a sender quantized.
 
         Raises:
             NonFiniteError: It holds NaN or infinity; nothing was written.
+            FlashRLError: It is a half, and does not fit.
         """
-        self._put(name, tensor)
-        if name in self.linears:
-            self._forget_original(name)
+        weight = weight_of(name)
+        if is_half(name, tensor):
+            try:
+                if not self._take_half(name, tensor, weight):
+                    return
+            except FlashRLError as error:
+                raise type(error)(f"{name} {error}") from error
+        else:
+            self._put(name, tensor)
+            self._halves.forget(name)
+        if weight in self.linears:
+            self._forget_original(weight)
 
     def read(self, name: str) -> Tensor:
         """One tensor as it is held, dequantized to float32."""
@@ -120,10 +132,29 @@ class Conversion:
             self._kept[name].copy_(ready)
         else:
             raise NonFiniteError(f"{name} holds NaN or infinity; nothing was written")
-        if self._pruner is not None:
-            held = self._kept[name] if linear is None else linear.weight
-            for norm, weight in self._pruner.load(name, held).items():
-                self._kept[self._index.resolve(norm)].copy_(weight)
+        self._prune(name, self._kept[name] if linear is None else linear.weight)
+
+    def _take_half(self, name: str, tensor: Tensor, weight: str) -> bool:
+        """Take values or scale; whether the weight is in place."""
+        linear = self.linears.get(weight)
+        if linear is None:
+            raise SchemeError("is quantized, and the engine keeps this weight in 16 bit")
+        if self._smoothing_for(weight) is not None or not linear.scheme.dynamic:
+            raise UnsupportedError(
+                "was quantized by the sender, and the engine's profile has a say in that; push it "
+                "in 16 bit, or attach without the profile"
+            )
+        shape = self.infos[weight].shape
+        both = self._halves.take(name, tensor, weight=weight, shape=shape, scheme=linear.scheme)
+        if both is None:
+            return False
+        linear.take(*both)
+        self._prune(weight, linear.weight)
+        return True
+
+    def _prune(self, name: str, held: Tensor) -> None:
+        for norm, weight in self._pruner.load(name, held).items() if self._pruner else ():
+            self._kept[self._index.resolve(norm)].copy_(weight)
 
     def _smoothing_for(self, name: str) -> Smoothing | None:
         return self._profile.smoothing_for(name) if self._profile is not None else None

@@ -61,6 +61,11 @@ class QuantizedLinear(nn.Module):
             name=name,
         )
 
+    def take(self, values: Tensor, scale: Tensor) -> None:
+        """Take a weight that is quantized already: 8-bit values, and a scale of the scheme's."""
+        self.weight.data.copy_(values)
+        self.weight_scale.data.copy_(scale)
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply (..., in) to (..., out), in the dtype of ``x``."""
         flat = x.reshape(-1, self.in_features)

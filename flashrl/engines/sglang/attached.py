@@ -257,6 +257,7 @@ def _capabilities(*, support: int, vocab: int) -> Capabilities:
         static_scales=True,
         smoothing=True,
         mixture_of_experts=True,
+        quantized_pushes=True,
         detaches=True,
     )
 

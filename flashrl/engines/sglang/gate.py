@@ -16,13 +16,18 @@ from torch import Tensor, nn
 
 from flashrl.core.names import NameIndex
 from flashrl.core.profiles import Profile
+from flashrl.core.updates.halves import Halves, is_half, weight_of
 from flashrl.core.updates.pushes import EXPERT_LAYOUTS, ExpertLayout, checkpoint_tensors
 from flashrl.engines.sglang.faults import as_error, find_fault, find_nonfinite
-from flashrl.engines.sglang.halves import Halves, is_half, weight_of
 from flashrl.engines.sglang.slots import Slot, by_alias, find_slots
 from flashrl.engines.sglang.smoother import Smoother
 from flashrl.engines.sglang.storage import QuantizedParameter, QuantizedStorage
-from flashrl.errors import FlashRLError, SchemeError, UnsupportedError, WeightUpdateError
+from flashrl.errors import (
+    FlashRLError,
+    SchemeError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 
 __all__ = ["WeightGate", "gate_of"]
 
@@ -135,7 +140,7 @@ class WeightGate:
                 continue
             parameter.data.copy_(self.smoother.smooth_parts(tensor, inside))
             for slot in inside:
-                self._halves.forget(slot)
+                self._halves.forget(slot.name)
             self._settle({slot.name for slot in inside} - self._faults.keys())
         self._raise_faults()
 
@@ -208,7 +213,7 @@ class WeightGate:
             self._faults[name] = fault
             return False
         self._passed[slot.name] = slot
-        self._halves.forget(slot)
+        self._halves.forget(slot.name)
         if isinstance(slot.parameter, QuantizedParameter):
             slot.parameter.home.expect(slot.rows.start)
         return True
@@ -217,19 +222,24 @@ class WeightGate:
         try:
             if slot.name in self._passed:
                 raise SchemeError("came beside the same weight in 16 bit; push one of them")
-            if self.smoother.of(slot) is not None or (slot.scheme and not slot.scheme.dynamic):
+            if slot.scheme is None:
+                raise SchemeError("is quantized, and the engine keeps this weight in 16 bit")
+            if self.smoother.of(slot) is not None or not slot.scheme.dynamic:
                 raise UnsupportedError(
                     "was quantized by the sender, and the engine's profile has a say in that; "
                     "push it in 16 bit, or start the engine without the profile"
                 )
-            missing = self._halves.take(name, tensor, slot)
+            both = self._halves.take(
+                name, tensor, weight=slot.name, shape=slot.shape, scheme=slot.scheme
+            )
         except FlashRLError as error:
             self._faults[name] = str(error)
             return
-        if missing is None:
-            self._settle([slot.name])
+        if both is None:
+            self.owed[slot.name] = self._halves.missing(slot.name) or ""
         else:
-            self.owed[slot.name] = missing
+            slot.take(*both)
+            self._settle([slot.name])
 
     def _settle(self, names: Iterable[str]) -> None:
         for name in names:

@@ -33,6 +33,7 @@ CAPABILITIES = Capabilities(
     static_scales=True,
     smoothing=True,
     mixture_of_experts=True,
+    quantized_pushes=True,
     detaches=True,
 )
 

@@ -25,7 +25,6 @@ from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.arguments import fingerprint
 from flashrl.engines.vllm.checkpoint_names import Contents, read_contents
 from flashrl.engines.vllm.entries import lm_head_in_fp32
-from flashrl.engines.vllm.halves import scale_part
 from flashrl.engines.vllm.intake import Intake, static_scale
 from flashrl.engines.vllm.kept import FP32HeadMethod, register_weight, unpack
 from flashrl.engines.vllm.kv_cache import CacheScales
@@ -202,7 +201,7 @@ class Conversion:
             if not self._scheme.dynamic:
                 scale = static_scale(self._profile, self._scheme, name)
                 home = storage.scale_of(slice(row, row + piece.size[0]))
-                home.copy_(scale_part(scale, piece, self._scheme))
+                home.copy_(piece.cut_scale(scale, self._scheme))
             factors = self._factors(name, piece)
             yield (
                 row,

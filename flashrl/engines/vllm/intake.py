@@ -22,9 +22,9 @@ from flashrl.core.profiles import Profile
 from flashrl.core.profiles.smoothing import Smoothing
 from flashrl.core.quantize import kernels
 from flashrl.core.schemes import QuantScheme
+from flashrl.core.updates.halves import Halves, is_half, weight_of
 from flashrl.engines.vllm import compat
 from flashrl.engines.vllm.checkpoint_names import Contents
-from flashrl.engines.vllm.halves import Halves, is_half, scale_part, weight_of
 from flashrl.engines.vllm.kv_cache import CacheScales
 from flashrl.engines.vllm.loading import Faults, is_finite, watching
 from flashrl.engines.vllm.placement import Piece, find_pieces, storages_of
@@ -95,7 +95,7 @@ class Intake:
         self._loaded, self._begun, self._keep = loaded, False, keep
         self._plan: Plan | None = None
         self.pruner: Pruner | None = None
-        self._halves = Halves(scheme)
+        self._halves = Halves()
         self._smoothing: dict[str, Smoothing | None] = {}
         model.load_weights = self.load_weights
         model.flashrl_intake = self
@@ -231,6 +231,7 @@ class Intake:
         if is_half(name, tensor):
             self._take_half(name, tensor, push)
             return None
+        self._halves.forget(name)
         smoothing = self.smoothing_of(name) if push.smooths else None
         pieces = push.plan.find(name, tensor) if push.plan else None
         kept = pieces is not None and pieces[0].storage is None
@@ -283,11 +284,25 @@ class Intake:
                 f"{name} was quantized by the sender, and the engine keeps static scales; push it "
                 "in 16 bit"
             )
-        values = self._halves.take(name, tensor, pieces, push.faults)
-        if values is not None:
-            push.loaded.update(piece.owner for piece in pieces)
-            if self.pruner is not None:
-                self.pruner.take_values(weight, values)
+        try:
+            both = self._halves.take(
+                name,
+                tensor,
+                weight=weight,
+                shape=pieces[0].shape,
+                scheme=self._scheme,
+                flag=push.faults.flag(tensor.device),
+            )
+        except FlashRLError as error:
+            raise type(error)(f"{name} {error}") from error
+        if both is None:
+            return
+        values, scale = both
+        for piece in pieces:
+            piece.take(values, scale)
+        push.loaded.update(piece.owner for piece in pieces)
+        if self.pruner is not None:
+            self.pruner.take_values(weight, values)
 
     def _make_batch(self, weights: NamedTensors) -> Batch | None:
         """A batch, where all tensors of a push are there at once and a kernel takes them."""
@@ -307,8 +322,7 @@ class Intake:
             for piece in pieces:
                 assert piece.storage is not None  # as the first is
                 rows = slice(piece.row, piece.row + piece.size[0])
-                home = piece.storage.scale_of(rows)
-                home.copy_(scale_part(scale, piece, self._scheme))
+                piece.storage.scale_of(rows).copy_(piece.cut_scale(scale, self._scheme))
 
 
 def static_scale(profile: Profile | None, scheme: QuantScheme, name: str) -> Tensor:

@@ -75,6 +75,33 @@ class Piece:
         tensor = tensor.contiguous()
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
+    def cut_scale(self, scale: Tensor, scheme: QuantScheme) -> Tensor:
+        """What of a whole weight's scale belongs to the part.
+
+        Args:
+            scale: Shaped as the scheme says for the whole weight.
+            scheme: How that is quantized.
+        """
+        if scheme.strategy == "tensor":
+            return scale.view(1, 1)
+        if scheme.block_structure is None:
+            return scale[self.rows]
+        (r, c), rows, columns = scheme.block_structure, self.rows, self.columns
+        return scale[
+            rows.start // r : -(-rows.stop // r), columns.start // c : -(-columns.stop // c)
+        ]
+
+    def take(self, values: Tensor, scale: Tensor) -> None:
+        """Put the part of a weight in place that is quantized already.
+
+        Args:
+            values: 8-bit, the whole weight.
+            scale: Shaped as the scheme says for it.
+        """
+        assert self.storage is not None  # a weight that is kept is never quantized
+        scale = self.cut_scale(scale, self.storage.scheme)
+        self.storage.take(self.cut(values), scale, row=self.row)
+
     def read(self) -> Tensor:
         """The part as the engine holds it, dequantized to float32, on the CPU."""
         if self.storage is None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashrl.core.interfaces import WeightInfo
+from flashrl.core.schemes import get_scheme
 from flashrl.core.updates import UpdateLedger, load_each
 from flashrl.errors import NonFiniteError, WeightUpdateError
 
@@ -146,3 +147,60 @@ def test_stacked_experts_come_under_the_engines_names(model_type: str, make_expe
     for name, tensor in ledger.admit(model.named_parameters()):
         assert torch.equal(tensor, on_disk[name]), name
     ledger.finish()
+
+
+# Weights that the sender quantized.
+
+UP = "model.layers.0.mlp.up_proj.weight"
+QUANTIZED = {
+    **INFOS,
+    UP: WeightInfo(shape=(6, 4), dtype=torch.int8, scheme=get_scheme("int8")),
+}
+HALVES = {UP: torch.ones(6, 4, dtype=torch.int8), f"{UP}_scale": torch.ones(6, 1)}
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_both_halves_of_a_quantized_weight_make_it_whole(backwards: bool) -> None:
+    ledger = UpdateLedger(QUANTIZED, quantized=True)
+    pairs = list({**GOOD, **HALVES}.items())
+    pushed = {f"module.{name}": t for name, t in (reversed(pairs) if backwards else pairs)}
+    assert set(admit(ledger, pushed)) == {*GOOD, *HALVES}
+    ledger.finish()
+    assert ledger.arrived == set(QUANTIZED)
+
+
+@pytest.mark.parametrize(
+    ("half", "lacks"), [(UP, "its scale"), (f"{UP}_scale", "its values")], ids=["values", "scale"]
+)
+def test_half_a_quantized_weight_is_a_fault(half: str, lacks: str) -> None:
+    ledger = UpdateLedger(QUANTIZED, quantized=True)
+    pushed = {name: tensor for name, tensor in GOOD.items() if name != UP}
+    admit(ledger, {**pushed, half: HALVES[half]})
+    with pytest.raises(WeightUpdateError, match=lacks) as caught:
+        ledger.finish()
+    assert set(caught.value.faults) == {UP}
+    assert not caught.value.missing
+
+
+def test_a_half_that_the_engine_refused_is_its_fault_alone() -> None:
+    ledger = UpdateLedger(QUANTIZED, quantized=True)
+    admit(ledger, {**GOOD, **HALVES})
+    ledger.refuse({f"{UP}_scale": "holds NaN"})
+    with pytest.raises(WeightUpdateError, match="holds NaN") as caught:
+        ledger.finish()
+    assert set(caught.value.faults) == {f"{UP}_scale"}
+    assert UP not in caught.value.arrived
+
+
+def test_halves_of_what_is_not_quantized_are_refused() -> None:
+    ledger = UpdateLedger(QUANTIZED, quantized=True)
+    norm = "model.norm.weight"
+    assert admit(ledger, {norm: torch.ones(4, dtype=torch.int8), "a.weight_scale": GOOD[UP]}) == []
+    assert "16 bit" in ledger.faults[norm]
+    assert "no such weight" in ledger.faults["a.weight_scale"]
+
+
+def test_an_engine_that_takes_16_bit_only_is_sent_no_halves() -> None:
+    ledger = UpdateLedger(QUANTIZED)
+    assert admit(ledger, HALVES) == []
+    assert "torch.int8" in ledger.faults[UP]

@@ -94,7 +94,7 @@ def test_a_reload_of_vllms_own_takes_them(
 @pytest.mark.parametrize(
     ("spoil", "error", "word"),
     [
-        (lambda v, s: (v[:-1], s), ShapeError, "expected shape"),
+        (lambda v, s: (v[:-1], s), ShapeError, "has shape"),
         (lambda v, s: (v, s[:-1]), ShapeError, "scale"),
         (lambda v, s: (v, s * torch.nan), NonFiniteError, "finite and positive"),
         (lambda v, s: (v, s * 0), NonFiniteError, "finite and positive"),
