@@ -1,54 +1,37 @@
-"""The report's figures, each drawn from the runs alone."""
+"""The figures of a few runs, each drawn from the runs alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
 
-from flashrl.errors import MissingDependencyError
+from flashrl.report.drawing import (
+    SIZE,
+    WINDOW,
+    Panel,
+    add_legend,
+    finish,
+    marked,
+    new_axes,
+    trailing_mean,
+    use_log_scale,
+)
 from flashrl.report.records import Run
 from flashrl.report.summary import mean_seconds
 from flashrl.report.theme import COLORS, RC, color_of_part, color_of_run
 
-try:
-    from matplotlib import rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
-except ImportError as error:
-    raise MissingDependencyError(
-        "the report draws with matplotlib, which is not installed; pip install 'flashrl[report]'"
-    ) from error
+__all__ = ["draw_panels", "draw_time"]
 
-__all__ = ["Panel", "draw_panels"]
-
-_SIZE = (4.7, 3.0)
 _SQUARE = (3.4, 3.3)
-_WINDOW = 5
 _MAX_POINTS = 900
 _NARROW_BAR = 0.09
-
-
-@attrs.frozen(kw_only=True)
-class Panel:
-    """A figure and what to say of it.
-
-    Args:
-        name: Of its PNG file.
-        title: A few words.
-        caption: One sentence: what to see.
-        section: ``"reward"``, ``"mismatch"``, ``"tokens"`` or ``"time"``.
-        figure: Drawn.
-    """
-
-    name: str
-    title: str
-    caption: str
-    section: str
-    figure: Figure
+_MANY_SECONDS = 5.0
 
 
 def draw_panels(runs: Sequence[Run]) -> list[Panel]:
@@ -85,7 +68,7 @@ def _reward(runs: Sequence[Run]) -> Iterator[Panel]:
         title="Reward",
         section="reward",
         label="mean reward of a step",
-        caption=f"Thin: every step. Bold: the mean of the last {_WINDOW}. Look whether the curves "
+        caption=f"Thin: every step. Bold: the mean of the last {WINDOW}. Look whether the curves "
         "part by more than they wobble.",
         smooth=True,
         decorate=decorate,
@@ -129,7 +112,7 @@ def _spread(runs: Sequence[Run]) -> Iterator[Panel]:
     drawn = [(index, run) for index, run in enumerate(runs) if run.values("flashrl/ratio_max")]
     if not drawn:
         return
-    figure, axes = _new(_SIZE)
+    figure, axes = new_axes(SIZE)
     for index, run in drawn:
         color = color_of_run(index)
         for metric, style in (
@@ -138,11 +121,11 @@ def _spread(runs: Sequence[Run]) -> Iterator[Panel]:
         ):
             steps, values = run.series(metric)
             label = run.title if metric.endswith("max") else None
-            axes.plot(steps, values, color=color, label=label, **_marked(steps), **style)
+            axes.plot(steps, values, color=color, label=label, **marked(steps), **style)
     if bound:
         axes.axhline(bound, color=COLORS["muted"][0], linewidth=1, linestyle=(0, (1, 2)))
-    _log_scale(axes)
-    _finish(axes, "importance ratio trainer / rollout")
+    use_log_scale(axes)
+    finish(axes, "importance ratio trainer / rollout")
     dotted = f"; the dotted line is the truncation at {bound:g}" if bound else ""
     yield Panel(
         name="ratio",
@@ -181,7 +164,7 @@ def _tokens(runs: Sequence[Run]) -> Iterator[Panel]:
         if not run.tokens:
             continue
         shown = run.tokens[:: math.ceil(len(run.tokens) / _MAX_POINTS)]
-        figure, axes = _new(_SQUARE)
+        figure, axes = new_axes(_SQUARE)
         lowest = min(-1.0, *(min(pair) for pair in shown))
         bound = run.facts.get("truncation")
         if bound:
@@ -223,12 +206,21 @@ def _tokens(runs: Sequence[Run]) -> Iterator[Panel]:
 
 
 def _time(runs: Sequence[Run]) -> Iterator[Panel]:
-    timed = [(run, mean_seconds(run)) for run in runs]
-    timed = [(run, seconds) for run, seconds in timed if seconds]
-    if not timed:
-        return
-    figure, axes = _new((_SIZE[0] * 1.6, 0.75 + 0.5 * len(timed)))
+    timed = [(run.title, seconds) for run in runs if (seconds := mean_seconds(run))]
+    if timed:
+        yield draw_time(timed, name="time", section="time")
+
+
+def draw_time(timed: Sequence[tuple[str, Mapping[str, float]]], **panel: Any) -> Panel:
+    """A bar for each row, cut into the parts of a step.
+
+    Args:
+        timed: Rows of a title and the seconds of each part, with their ``total``; at least one.
+        **panel: Further arguments of :class:`~flashrl.report.drawing.Panel`.
+    """
+    figure, axes = new_axes((SIZE[0] * 1.6, 0.75 + 0.5 * len(timed)))
     longest = max(seconds["total"] for _, seconds in timed)
+    decimals = 1 if longest >= _MANY_SECONDS else 2
     left = [0.0] * len(timed)
     for index, part in enumerate(name for name in timed[0][1] if name != "total"):
         widths = [seconds[part] for _, seconds in timed]
@@ -238,25 +230,24 @@ def _time(runs: Sequence[Run]) -> Iterator[Panel]:
                 axes.text(
                     start + width / 2,
                     row,
-                    f"{width:.1f}",
+                    f"{width:.{decimals}f}",
                     ha="center",
                     va="center",
                     fontsize=8.5,
                     color=COLORS["inside"][0],
                 )
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(timed)), [run.title for run, _ in timed])
+    axes.set_yticks(range(len(timed)), [title for title, _ in timed])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("mean seconds a step")
-    _legend(axes, len(timed[0][1]))
-    yield Panel(
-        name="time",
+    add_legend(axes, len(timed[0][1]))
+    return Panel(
         title="Where a step's time goes",
-        section="time",
         figure=figure,
         caption="Generate: the rollout engine. Sync: push the weights and quantize them. Score: "
         "log-probabilities for the correction. Train: loss, gradients, optimizer.",
+        **panel,
     )
 
 
@@ -273,48 +264,14 @@ def _curves(
     drawn = [(index, run) for index, run in enumerate(runs) if run.values(metric)]
     if not drawn:
         return
-    figure, axes = _new(_SIZE)
+    figure, axes = new_axes(SIZE)
     for index, run in drawn:
         steps, values = run.series(metric)
         color = color_of_run(index)
         if smooth:
             axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.45)
-            values = [_trailing_mean(values, end) for end in range(1, len(values) + 1)]
-        axes.plot(steps, values, color=color, linewidth=1.8, label=run.title, **_marked(steps))
+            values = [trailing_mean(values, end) for end in range(1, len(values) + 1)]
+        axes.plot(steps, values, color=color, linewidth=1.8, label=run.title, **marked(steps))
     decorate(axes)
-    _finish(axes, label)
+    finish(axes, label)
     yield Panel(figure=figure, **panel)
-
-
-def _new(size: tuple[float, float]) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size)
-    return figure, figure.add_subplot()
-
-
-def _log_scale(axes: Axes) -> None:
-    """Logarithmic, with plain numbers at 1, 2, 3 and 5."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _finish(axes: Axes, label: str) -> None:
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes, len(axes.get_lines()))
-
-
-def _legend(axes: Axes, columns: int) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, columnspacing=1.0)
-
-
-def _marked(steps: Sequence[int]) -> dict[str, Any]:
-    """A line of one point is invisible without a marker."""
-    return {"marker": "o", "markersize": 4} if len(steps) == 1 else {}
-
-
-def _trailing_mean(values: Sequence[float], end: int) -> float:
-    window = values[max(0, end - _WINDOW) : end]
-    return sum(window) / len(window)

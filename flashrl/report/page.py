@@ -9,28 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import flashrl
 from flashrl.errors import MissingDependencyError
+from flashrl.report.groups import is_experiment
 from flashrl.report.records import Run
 from flashrl.report.summary import summarize
-from flashrl.report.table import describe_set_up, tabulate
-from flashrl.report.theme import css_variables, render_svg
+from flashrl.report.theme import NUM_RUN_COLORS, css_variables, render_svg
 
 if TYPE_CHECKING:
-    from flashrl.report.figures import Panel
+    from flashrl.report.drawing import Panel
+    from flashrl.report.layout import Layout, Section
 
 __all__ = ["write_report"]
-
-_SECTIONS = {
-    "reward": ("What was learned", ""),
-    "mismatch": (
-        "What 8 bit cost, and what the correction did",
-        "The rollout engine samples from its own distribution μ, the trainer works on its policy "
-        "π. The importance ratio π/μ of each sampled token measures the gap; truncated importance "
-        "sampling weights the token by it, up to a bound.",
-    ),
-    "tokens": ("Token by token", ""),
-    "time": ("Where the time went", ""),
-}
-"""Title and introduction of the page's parts, by the ``section`` of their panels."""
 
 _DPI = 160
 
@@ -39,63 +27,90 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
     """Write ``report.html`` and a PNG a figure.
 
     Args:
-        runs: As read from disk, at least one; unfinished ones too.
+        runs: As read from disk, at least one; unfinished ones too.  If each says its arm, its
+            condition and its seed, the arms are compared.
         folder: Where; made if it does not exist.
 
     Returns:
         The page's path.
 
     Raises:
-        MissingDependencyError: matplotlib or Jinja2 is not installed.
+        MissingDependencyError: What it is drawn with is not installed.
     """
     try:
+        import matplotlib  # noqa: F401 - what draws imports it without a word
         from jinja2 import Environment
     except ImportError as error:
         raise MissingDependencyError(
-            "the report needs Jinja2, which is not installed; pip install 'flashrl[report]'"
+            f"the report needs {error.name}, which is not installed; pip install 'flashrl[report]'"
         ) from error
-    from flashrl.report.figures import draw_panels
 
     folder.mkdir(parents=True, exist_ok=True)
-    panels = draw_panels(runs)
+    layout = _lay_out(runs)
     source = resources.files("flashrl.report").joinpath("template.html").read_text("utf-8")
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    page = environment.from_string(source).render(**_content(runs, panels))
-    for panel in panels:  # on its own, a picture needs its title
-        panel.figure.suptitle(panel.title, x=0.02, ha="left", fontsize=11, fontweight="bold")
-        panel.figure.savefig(folder / f"{panel.name}.png", dpi=_DPI, facecolor="white")
+    page = environment.from_string(source).render(**_content(runs, layout))
+    for section in layout.sections:
+        for panel in section.panels:
+            _save_picture(panel, folder)
     return _replace(folder / "report.html", page)
 
 
-def _content(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
-    """What the template needs."""
-    from markupsafe import Markup  # Jinja2's own
+def _lay_out(runs: Sequence[Run]) -> Layout:
+    if is_experiment(runs):
+        from flashrl.report.experiment import lay_out_experiment
 
-    summary = summarize(runs)
-    figures = [
-        # Our own drawing: matplotlib has escaped its text.
-        (panel, Markup(render_svg(panel.figure, name=panel.name, label=panel.title)))  # noqa: S704
-        for panel in panels
-    ]
-    sections = [
-        {"key": key, "title": title, "text": text, "figures": chosen}
-        for key, (title, text) in _SECTIONS.items()
-        if (chosen := [item for item in figures if item[0].section == key])
-    ]
+        return lay_out_experiment(runs)
+    from flashrl.report.layout import lay_out_runs
+
+    return lay_out_runs(runs)
+
+
+def _content(runs: Sequence[Run], layout: Layout) -> dict[str, Any]:
+    """What the template needs."""
     return {
         "heading": runs[0].facts.get("heading", "Training report"),
         "lead": runs[0].facts.get("lead", ""),
-        "findings": summary["findings"],
-        "runs": runs,
-        "rows": tabulate(summary["runs"]),
-        "sections": sections,
-        "set_up": describe_set_up(runs),
+        "findings": summarize(runs)["findings"],
+        "sections": [_show(section) for section in layout.sections],
+        "set_up": layout.set_up,
+        "num_colors": NUM_RUN_COLORS,
         "light": css_variables(dark=False),
         "dark": css_variables(dark=True),
         "version": flashrl.__version__,
     }
+
+
+def _show(section: Section) -> dict[str, Any]:
+    from markupsafe import Markup  # Jinja2's own
+
+    return {
+        "key": section.key,
+        "title": section.title,
+        "text": section.text,
+        "tables": section.tables,
+        "legend": section.legend,
+        "figures": [
+            # Our own drawing: matplotlib has escaped its text.
+            (panel, Markup(render_svg(panel.figure, name=panel.name, label=panel.title)))  # noqa: S704
+            for panel in section.panels
+        ],
+    }
+
+
+def _save_picture(panel: Panel, folder: Path) -> None:
+    """On its own, a picture needs its title and its key."""
+    from matplotlib.lines import Line2D
+
+    panel.figure.suptitle(panel.title, x=0.02, ha="left", fontsize=11, fontweight="bold")
+    if panel.key:
+        lines = [Line2D([], [], color=color, label=title) for title, color in panel.key]
+        panel.figure.legend(
+            handles=lines, loc="outside lower center", ncols=2, fontsize=7.5, frameon=False
+        )
+    panel.figure.savefig(folder / f"{panel.name}.png", dpi=_DPI, facecolor="white")
 
 
 def _replace(path: Path, text: str) -> Path:

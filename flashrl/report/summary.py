@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashrl.report.findings import find, last_quarter
+from flashrl.report.groups import is_experiment
 from flashrl.report.records import Run
 
-__all__ = ["PARTS", "mean_seconds", "summarize", "summarize_run"]
+__all__ = ["PARTS", "mean_parts", "mean_seconds", "summarize", "summarize_run"]
 
 PARTS = {
     "generate": "flashrl/generate_ms",
@@ -34,9 +35,23 @@ def summarize(runs: Sequence[Run]) -> dict[str, Any]:
         runs: As read from disk.
 
     Returns:
-        Plain values: ``runs``, one mapping a run, and ``findings``, each a headline and a text.
+        Plain values: ``runs``, one mapping a run, and ``findings``, each a headline and a text; of
+        an experiment with arms and seeds also ``comparison``.
+
+    Raises:
+        MissingDependencyError: It is an experiment, and SciPy is not installed.
     """
     summaries = [summarize_run(run) for run in runs]
+    if is_experiment(runs):
+        from flashrl.report.comparison import compare_groups  # they need SciPy
+        from flashrl.report.verdicts import find_in_experiment
+
+        comparison = compare_groups(runs)
+        return {
+            "runs": summaries,
+            "findings": find_in_experiment(runs, comparison),
+            "comparison": comparison.to_data(),
+        }
     return {"runs": summaries, "findings": find(runs, summaries)}
 
 
@@ -71,12 +86,25 @@ def summarize_run(run: Run) -> dict[str, Any]:
 
 
 def mean_seconds(run: Run) -> dict[str, float]:
-    """Mean seconds of a step and of its parts; empty without a recorded step."""
-    total = _mean(run.values("seconds")) or _mean(run.values("step_time"))
-    if total is None:
+    """Mean seconds of a step and of its parts; empty without a recorded step.
+
+    A part that not every step has, such as a rollout that several steps share, counts for all.
+    """
+    seconds = run.values("seconds") or run.values("step_time")
+    if not seconds:
         return {}
-    parts = {part: (_mean(run.values(metric)) or 0.0) / 1000 for part, metric in PARTS.items()}
+    total = statistics.fmean(seconds)
+    parts = {
+        part: sum(run.values(metric)) / (1000 * len(seconds)) for part, metric in PARTS.items()
+    }
     return {**parts, "train": max(0.0, total - sum(parts.values())), "total": total}
+
+
+def mean_parts(runs: Sequence[Run]) -> dict[str, float]:
+    """The mean over several runs of what :func:`mean_seconds` says; empty if none says anything."""
+    timed = [parts for run in runs if (parts := mean_seconds(run))]
+    names = timed[0] if timed else ()
+    return {name: statistics.fmean(parts[name] for parts in timed) for name in names}
 
 
 def _cpu_share(run: Run) -> float | None:

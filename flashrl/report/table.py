@@ -1,16 +1,49 @@
-"""The report's table: a row a number, a column a run."""
+"""The report's tables: of a few runs, with a row a number and a column a run; and in general."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from flashrl.report.findings import show_small
 from flashrl.report.records import Run
 
-__all__ = ["describe_set_up", "tabulate"]
+__all__ = ["MISSING", "Heading", "Table", "describe_set_up", "tabulate"]
 
-_MISSING = "—"
+MISSING = "—"
+"""What stands for a number that was not recorded."""
+
+
+@attrs.frozen
+class Heading:
+    """Of a column or a row.
+
+    Args:
+        text: What it says.
+        color: Index of the run or arm whose colour it shows; None without one.
+    """
+
+    text: str
+    color: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Table:
+    """Text in rows and columns.
+
+    Args:
+        columns: Above the cells.
+        rows: A heading and the cells of each.
+        note: What to know of it.
+        corner: Above the headings of the rows.
+    """
+
+    columns: Sequence[Heading]
+    rows: Sequence[tuple[Heading, Sequence[str]]]
+    note: str = ""
+    corner: str = ""
 
 
 def _number(pattern: str) -> Callable[[Any], str]:
@@ -32,8 +65,8 @@ _ROWS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 )
 
 
-def tabulate(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Rows of a label and a cell a run; rows that no run has a number for are left out.
+def tabulate(summaries: Sequence[Mapping[str, Any]]) -> Table:
+    """A row a number and a column a run; rows that no run has a number for are left out.
 
     Args:
         summaries: What :func:`flashrl.report.summary.summarize_run` gave for each run.
@@ -43,7 +76,11 @@ def tabulate(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str
         if any(summary[key] not in (None, {}) for summary in summaries):
             cells = [_cell(summary[key], show) for summary in summaries]
             rows.append((label, cells))
-    return rows
+    return Table(
+        columns=[Heading(summary["title"], index) for index, summary in enumerate(summaries)],
+        rows=[(Heading(label), cells) for label, cells in rows],
+        note="Mismatch is a mean over the steps, unless it says otherwise.",
+    )
 
 
 def describe_set_up(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -66,4 +103,4 @@ def _steps(summary: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any, show: Callable[[Any], str]) -> str:
-    return _MISSING if value in (None, {}) else show(value)
+    return MISSING if value in (None, {}) else show(value)

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "RC", "color_of_part", "color_of_run", "css_variables", "render_svg"]
+__all__ = [
+    *("COLORS", "NUM_RUN_COLORS", "RC"),
+    *("color_of_part", "color_of_run", "css_variables", "render_svg"),
+]
 
 COLORS = {
     # name: (light, dark); runs and parts after Okabe and Ito, who chose for the colour-blind
@@ -28,13 +31,17 @@ COLORS = {
     "run-2": ("#d55e00", "#f08a4b"),
     "run-3": ("#009e73", "#2fc79c"),
     "run-4": ("#aa5f93", "#d48fc0"),
+    "run-5": ("#b8860b", "#e3b341"),
+    "run-6": ("#6a51a3", "#a893dd"),
+    "run-7": ("#8c564b", "#c9958a"),
+    "run-8": ("#17869b", "#4fc3d9"),
     "part-0": ("#3f6f9f", "#5b8fc4"),
     "part-1": ("#e0a02f", "#e9b75a"),
     "part-2": ("#7d9f6c", "#93b981"),
     "part-3": ("#b9c0c8", "#59626b"),
     "inside": ("#fffffe", "#101214"),
 }
-_NUM_RUN_COLORS = 5
+NUM_RUN_COLORS = 9
 
 RC = {
     "font.family": "sans-serif",
@@ -68,8 +75,8 @@ RC = {
 
 
 def color_of_run(index: int) -> str:
-    """A run's colour; they repeat after the fifth."""
-    return COLORS[f"run-{index % _NUM_RUN_COLORS}"][0]
+    """A run's colour, or an arm's; they repeat after the ninth."""
+    return COLORS[f"run-{index % NUM_RUN_COLORS}"][0]
 
 
 def color_of_part(index: int) -> str:
