@@ -11,7 +11,7 @@ from typing import Any
 
 from flashrl.trainers import logs
 from flashrl.trainers.patches import Patches
-from flashrl.trainers.verl import correction, environment, replica, sender, trainer
+from flashrl.trainers.verl import bypass, correction, environment, replica, sender, trainer
 
 __all__ = ["PATCHES", "install", "uninstall"]
 
@@ -36,12 +36,20 @@ def _extend_trainer(patches: Patches, module: Any) -> None:
     cls = module.PPOTrainer
     patches.replace(cls, "__init__", trainer.prepared(cls.__init__))
     patches.replace(cls, "_init_tokenizer", trainer.with_vocabulary_check(cls._init_tokenizer))
-    patches.replace(cls, "_compute_old_log_prob", trainer.screened(cls._compute_old_log_prob))
+    patches.replace(cls, "_compute_old_log_prob", bypass.screened(cls._compute_old_log_prob))
+    patches.replace(cls, "_update_actor", bypass.reported(cls._update_actor))
     patches.replace(cls, "_compute_metrics", trainer.measured(cls._compute_metrics))
     # A trainer that was imported before holds the correction by its name.
     name = "compute_rollout_correction_and_add_to_batch"
     if not hasattr(getattr(module, name), "__wrapped__"):
         patches.replace(module, name, correction.guarded(getattr(module, name)))
+
+
+def _guard_loss(patches: Patches, module: Any) -> None:
+    """Guard and measure bypass mode where the loss is computed."""
+    cls = module.TrainingWorker
+    patches.replace(module, "ppo_loss", bypass.guarded(module.ppo_loss))
+    patches.replace(cls, "_postprocess_output", bypass.merged(cls._postprocess_output))
 
 
 def _choose_replicas_entry(patches: Patches, module: Any) -> None:
@@ -63,9 +71,11 @@ PATCHES = Patches(
         "verl.trainer.constants_ppo": _carry_environment,
         "verl.trainer.ppo.rollout_corr_helper": _guard_correction,
         "verl.trainer.ppo.v1.trainer_base": _extend_trainer,
+        "verl.workers.engine_workers": _guard_loss,
         "verl.workers.rollout.vllm_rollout.vllm_async_server": _choose_replicas_entry,
         "verl.workers.rollout.sglang_rollout.async_sglang_server": _choose_replicas_entry,
         "verl.workers.rollout.vllm_rollout.vllm_rollout": _send_quantized,
+        "verl.workers.rollout.sglang_rollout.sglang_rollout": _send_quantized,
     }
 )
 

@@ -53,7 +53,7 @@ def scheme_of_replica(
 
 
 def quantized(update_weights: _Update) -> _Update:
-    """``update_weights`` of verl's client of a vLLM server, with tensors in 8 bit if asked for.
+    """``update_weights`` of a client of verl's for an engine, with tensors in 8 bit if asked for.
 
     Adapters of LoRA and verl's deltas are none of our business and go as they are.
     """

@@ -1,4 +1,4 @@
-"""verl's trainer: its configuration is checked, its bypass mode guarded, its sync measured."""
+"""verl's trainer: its configuration is checked, and its sync measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashrl.trainers import guards
 from flashrl.trainers.metrics import PREFIX, scheme_metrics
 from flashrl.trainers.verl.options import SECTION, is_on, write_options
 
-__all__ = ["measured", "prepare", "prepared", "screened", "with_vocabulary_check"]
+__all__ = ["measured", "prepare", "prepared", "with_vocabulary_check"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,43 +104,6 @@ def with_vocabulary_check(init_tokenizer: _Method) -> _Method:
         guards.check_vocabulary(text_config.vocab_size, num_tokens=len(self.tokenizer), masked=True)
 
     return with_check
-
-
-def screened(compute_old_log_prob: _Method) -> _Method:
-    """``_compute_old_log_prob`` of a trainer.
-
-    In bypass mode the rollout's log-probabilities become the old ones as they are, so the unusable
-    ones are masked out here; otherwise the correction does it, which knows the trainer's too.
-    """
-
-    @functools.wraps(compute_old_log_prob)
-    def with_screen(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
-        section = self.config.algorithm.get("rollout_correction", None) or {}
-        if section.get("bypass_mode", False):
-            metrics[f"{PREFIX}num_unusable"] = _screen_stored(batch)
-        return compute_old_log_prob(self, batch, metrics)
-
-    return with_screen
-
-
-def _screen_stored(batch: Any) -> int:
-    """Screen what verl has stored of a batch; how many tokens were masked out."""
-    import transfer_queue as tq
-    from tensordict import TensorDict
-    from verl.workers.utils.padding import response_to_nested
-
-    where = {"keys": batch.keys, "partition_id": batch.partition_id}
-    stored = tq.kv_batch_get(**where, select_fields=["rollout_log_probs", "response_mask"])
-    lengths = stored["response_mask"]
-    padded = stored.to_padded_tensor()
-    found = guards.screen(padded["rollout_log_probs"], response_mask=padded["response_mask"])
-    if found.num_unusable:
-        fields = {
-            "rollout_log_probs": response_to_nested(found.rollout_log_probs, lengths),
-            "response_mask": response_to_nested(found.response_mask, lengths),
-        }
-        tq.kv_batch_put(**where, fields=TensorDict(fields, batch_size=len(batch)))
-    return found.num_unusable
 
 
 def measured(compute_metrics: _Method) -> _Method:

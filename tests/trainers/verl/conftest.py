@@ -18,57 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from .jobs import NUM_STEPS, arguments, flashrl_run, make_data, make_model, one_node
+
 SHIMS = Path(__file__).parent / "shims"
-NUM_STEPS = 4
-
-# What a machine without GPUs needs; nothing of it is FlashRL's.
-CPU = """
-+actor_rollout_ref.model.override_config.attn_implementation=sdpa
-actor_rollout_ref.model.use_remove_padding=False
-actor_rollout_ref.model.enable_gradient_checkpointing=False
-actor_rollout_ref.actor.strategy=fsdp2
-actor_rollout_ref.actor.use_torch_compile=False
-actor_rollout_ref.rollout.enforce_eager=True
-actor_rollout_ref.rollout.free_cache_engine=False
-+actor_rollout_ref.rollout.enable_sleep_mode=False
-+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=NONE
-actor_rollout_ref.rollout.gpu_memory_utilization=0.1
-trainer.device=cpu
-""".split()  # noqa: SIM905
-# A job that is small.
-SMALL = f"""
-algorithm.adv_estimator=grpo
-data.train_batch_size=4
-data.max_prompt_length=64
-data.max_response_length=16
-data.dataloader_num_workers=0
-actor_rollout_ref.actor.ppo_mini_batch_size=4
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
-actor_rollout_ref.actor.optim.lr=1e-3
-actor_rollout_ref.actor.use_kl_loss=False
-actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]
-actor_rollout_ref.rollout.name=vllm
-actor_rollout_ref.rollout.tensor_model_parallel_size=1
-actor_rollout_ref.rollout.n=2
-actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4
-actor_rollout_ref.rollout.max_model_len=128
-actor_rollout_ref.rollout.max_num_seqs=8
-actor_rollout_ref.rollout.max_num_batched_tokens=256
-actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16
-actor_rollout_ref.rollout.agent.num_workers=1
-reward.custom_reward_function.name=compute_score
-reward.num_workers=1
-transfer_queue.backend.SimpleStorage.num_data_storage_units=1
-trainer.nnodes=1
-trainer.total_training_steps={NUM_STEPS}
-trainer.total_epochs=1
-trainer.val_before_train=False
-trainer.test_freq=-1
-trainer.save_freq=1
-trainer.logger=[console,tensorboard]
-""".split()
-
-
+SGLANG_STUBS = Path(__file__).parents[2] / "engines" / "sglang" / "stubs"
 FUSED = {  # vLLM's layers, and the rows of each of the checkpoint's layers in them
     "qkv_proj": {"q_proj": 128, "k_proj": 64, "v_proj": 64},
     "gate_up_proj": {"gate_proj": 256, "up_proj": 256},
@@ -145,6 +98,15 @@ class Run:
             syncs[sync][name] = dtype, num_bytes
         return syncs
 
+    def losses(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """What verl's loss got in a step: one for each micro-batch of each rank."""
+        found = []
+        for folder in sorted((self.folder / "observed").glob("rank-*")):
+            files = sorted(folder.glob("loss-*"), key=lambda file: int(file.stem.split("-")[1]))
+            num_a_step = len(files) // self.num_steps
+            found += map(load_file, files[num_a_step * (step - 1) : num_a_step * step])
+        return found
+
     def trainer_weights(self, step: int) -> dict[str, torch.Tensor]:
         """The trainer's weights after a step, as it saved them itself; step 0 is the start."""
         if step == 0:
@@ -156,7 +118,7 @@ class Run:
 @pytest.fixture(scope="session")
 def job(tmp_path_factory: pytest.TempPathFactory, require_packages: Any) -> Path:
     """A folder with a model, data and a reward."""
-    require_packages("verl", "vllm", "transfer_queue")
+    require_packages("verl", "transfer_queue")
     folder = tmp_path_factory.mktemp("job")
     make_model(folder / "model")
     make_data(folder)
@@ -171,77 +133,44 @@ def python_path(request: pytest.FixtureRequest, require_packages: Any) -> str:
 
 
 @pytest.fixture(scope="session")
-def processes(python_path: str) -> Iterator[dict[str, str]]:
-    """The environment of every process of a run, but for what is the run's own."""
+def environ() -> Iterator[dict[str, str]]:
+    """The environment of every process of a run, but for what is the run's or the engine's own."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("FLASHRL_")}
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as ray_folder:
         yield inherited | {
-            "PYTHONPATH": python_path,
             "RAY_TMPDIR": ray_folder,
-            "VERL_USE_EXTERNAL_MODULES": "cpu_platform,observer",
             "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
             "OMP_NUM_THREADS": "1",
         }
 
 
-def make_model(folder: Path) -> None:
-    """Two layers with random BF16 weights, and as many logits as the tokenizer has tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<|end|>", "<|pad|>", *alphabet])}
-    bytes_only = Tokenizer(models.BPE(vocabulary, []))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_only,
-        eos_token="<|end|>",  # noqa: S106
-        pad_token="<|pad|>",  # noqa: S106
-    )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+@pytest.fixture(scope="session")
+def processes(environ: dict[str, str], python_path: str) -> dict[str, str]:
+    """The environment of a run with vLLM."""
+    return environ | {
+        "PYTHONPATH": python_path,
+        "VERL_USE_EXTERNAL_MODULES": "cpu_platform,observer",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
 
 
-def make_data(folder: Path) -> None:
-    import pandas
-
-    rows = [
-        {
-            "data_source": "sums",
-            "prompt": [{"role": "user", "content": f"{a} + {b} ="}],
-            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-            "extra_info": {"index": 8 * a + b},
-        }
-        for a in range(4)
-        for b in range(8)
-    ]
-    pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
-    (folder / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n"
-        "    return sum(c.isalpha() for c in solution_str) / 10\n"
-    )
+def on_sglang(site: Path) -> dict[str, str]:
+    """The environment of a run with SGLang, whose plugins are found by what is installed."""
+    info = site / "observer-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: observer\nVersion: 0\n")
+    entry_point = "[sglang.srt.plugins]\nobserver = sglang_observer:register\n"
+    (info / "entry_points.txt").write_text(entry_point)
+    return {
+        "PYTHONPATH": os.pathsep.join(map(str, (site, SHIMS, SGLANG_STUBS))),
+        "VERL_USE_EXTERNAL_MODULES": "cpu_platform,sglang_cpu",
+        "SGLANG_USE_CPU_ENGINE": "1",
+    }
 
 
 def observed_in(folder: Path) -> dict[str, str]:
@@ -249,20 +178,9 @@ def observed_in(folder: Path) -> dict[str, str]:
     return {"OBSERVED": str(folder / "observed"), "TENSORBOARD_DIR": str(folder / "tensorboard")}
 
 
-def arguments(folder: Path, job: Path) -> list[str]:
-    """verl's own arguments of the job."""
-    return [
-        *SMALL,
-        *CPU,
-        f"data.train_files={job / 'train.parquet'}",
-        f"data.val_files={job / 'train.parquet'}",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"reward.custom_reward_function.path={job / 'reward.py'}",
-        f"trainer.default_local_dir={folder / 'checkpoints'}",
-    ]
-
-
-def train(command: list[str], folder: Path, environ: Mapping[str, str]) -> Run:
+def train(
+    command: list[str], folder: Path, environ: Mapping[str, str], num_steps: int = NUM_STEPS
+) -> Run:
     """Run a trainer to its end; what it said is part of the failure if it fails."""
     file = folder / "log.txt"
     for _ in range(3):
@@ -280,7 +198,7 @@ def train(command: list[str], folder: Path, environ: Mapping[str, str]) -> Run:
         if result.returncode == 0 or "The current node timed out during startup" not in log:
             break
     assert result.returncode == 0, log[-6000:]
-    return Run(folder=folder, log=log)
+    return Run(folder=folder, log=log, num_steps=num_steps)
 
 
 @pytest.fixture(scope="session")
@@ -288,17 +206,50 @@ def int8_run(job: Path, processes: dict[str, str], tmp_path_factory: pytest.Temp
     """``flashrl run verl``, INT8 rollouts, truncated importance sampling, one node, 8-bit sync."""
     folder = tmp_path_factory.mktemp("int8")
     (folder / "model").symlink_to(job / "model")
-    local = [
-        "trainer.n_gpus_per_node=1",
-        "+ray_kwargs.ray_init.address=local",  # and not what else runs here
-        "ray_kwargs.ray_init.num_cpus=16",
-        "+ray_kwargs.ray_init.num_gpus=1",
-        "+ray_kwargs.ray_init.include_dashboard=False",
-    ]
-    command = [sys.executable, "-m", "flashrl.cli", "run", "verl", "--scheme", "int8"]
-    command += ["--correction", "tis", "--", *arguments(folder, job), *local]
+    command = flashrl_run(*arguments(folder, job), *one_node(1), scheme="int8", correction="tis")
     environ = {**processes, **observed_in(folder), "FLASHRL_QUANTIZED_SYNC": "1"}
     return train(command, folder, environ)
+
+
+@pytest.fixture(scope="session")
+def bypass_run(
+    job: Path, processes: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """Bypass mode on two ranks of two micro-batches each; in one step no token is usable."""
+    folder = tmp_path_factory.mktemp("bypass")
+    (folder / "model").symlink_to(job / "model")
+    command = flashrl_run(
+        *arguments(folder, job),
+        *one_node(2),
+        "trainer.total_training_steps=3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "algorithm.adv_estimator=reinforce_plus_plus",  # whitens advantages, of a token at least
+        scheme="int8",
+        correction="bypass",
+    )
+    environ = {**processes, **observed_in(folder), "SPOIL": "batch", "OBSERVE_LOSS": "1"}
+    return train(command, folder, environ, num_steps=3)
+
+
+@pytest.fixture(scope="session")
+def sglang_run(
+    job: Path,
+    environ: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    require_packages: Any,
+) -> Run:
+    """SGLang: one replica generates in INT8, and gets its weights so, and one in BF16."""
+    require_packages("sglang")
+    folder = tmp_path_factory.mktemp("sglang")
+    (folder / "model").symlink_to(job / "model")
+    (folder / "hybrid.yaml").write_text("configs:\n- {fn: int8, correction: tis}\n- {fn: bf16}\n")
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments(folder, job, "sglang")]
+    variables = {"FLASHRL_CONFIG": "hybrid.yaml", "FLASHRL_QUANTIZED_SYNC": "1"}
+    return train(
+        [*command, *one_node(2)],
+        folder,
+        {**environ, **observed_in(folder), **on_sglang(folder / "site"), **variables},
+    )
 
 
 @pytest.fixture(scope="session")
@@ -315,7 +266,7 @@ def hybrid_run(
     (folder / "hybrid.yaml").write_text(
         "configs:\n- {fn: fp8_channel, correction: ais}\n- {fn: bf16}\n"
     )
-    environ = {**processes, **observed_in(folder), "SPOIL_ONE_TOKEN": "1"}
+    environ = {**processes, **observed_in(folder), "SPOIL": "token"}
     with ray_cluster(environ) as address:
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments(folder, job)]
         command += ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=null"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from flashrl.core.launchers import HydraSyntax
 from flashrl.errors import ConfigError
 from flashrl.trainers import corrections, guards
 from flashrl.trainers.verl.options import OWN_KEY, is_on, read_options, write_options
+
+from .batches import Batch, configure
 
 DECOUPLED = [n for n in corrections.names() if corrections.find(n).objective == "decoupled"]
 
@@ -38,58 +39,8 @@ def correct() -> Any:
     return guarded(getattr(function, "__wrapped__", function))
 
 
-def configure(*arguments: str) -> Any:
-    """verl's configuration with some arguments, as its launcher reads them."""
-    import hydra
-    import verl.trainer
-
-    folder = Path(verl.trainer.__file__).parent / "config"
-    arguments = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *arguments)
-    with hydra.initialize_config_dir(str(folder), version_base=None):
-        return hydra.compose("ppo_trainer", overrides=list(arguments))
-
-
 def configure_correction(name: str) -> Any:
     return configure(*HydraSyntax().write(write_options(name)))
-
-
-class Batch:
-    """A ragged batch whose ratios spread widely."""
-
-    def __init__(self, seed: int = 0, shape: tuple[int, int] = (6, 9)) -> None:
-        torch.manual_seed(seed)
-        self.rollout = -3 * torch.rand(shape) - 1
-        self.old = self.rollout + 0.5 * torch.randn(shape)
-        self.log_probs = (self.old + 0.2 * torch.randn(shape)).requires_grad_()
-        self.advantages = torch.randn(shape[0], 1).expand(shape)
-        lengths = torch.randint(2, shape[1] + 1, (shape[0], 1))
-        self.mask = (torch.arange(shape[1]) < lengths).long()
-
-    def proto(self) -> Any:
-        from verl.protocol import DataProto
-
-        tensors = {
-            "old_log_probs": self.old,
-            "rollout_log_probs": self.rollout,
-            "response_mask": self.mask,
-        }
-        return DataProto.from_dict(tensors={k: v.clone() for k, v in tensors.items()})
-
-    def loss_and_gradient(self, tensors: Any, *, mode: str = "vanilla", actor: Any = None) -> Any:
-        """verl's own loss of a corrected batch."""
-        from verl.trainer.ppo.core_algos import get_policy_loss_fn
-        from verl.utils.config import omega_conf_to_dataclass
-
-        actor = omega_conf_to_dataclass((actor or configure()).actor_rollout_ref.actor)
-        loss, _ = get_policy_loss_fn(mode)(
-            old_log_prob=tensors["old_log_probs"],
-            log_prob=self.log_probs,
-            advantages=self.advantages,
-            response_mask=tensors["response_mask"].bool(),
-            config=actor,
-            rollout_is_weights=tensors.get("rollout_is_weights", None),
-        )
-        return loss, torch.autograd.grad(loss, self.log_probs)[0]
 
 
 @pytest.mark.parametrize("name", DECOUPLED)

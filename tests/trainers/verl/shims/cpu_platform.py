@@ -15,8 +15,6 @@ import torch.distributed as dist
 from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_base import PlatformBase
 
-from flashrl.trainers.patches import Patches
-
 GIB = 1 << 30
 
 
@@ -131,16 +129,6 @@ def one_backend(init: Any) -> Any:
     return init_process_group
 
 
-def multiply_by_the_weight(patches: Patches, module: Any) -> None:
-    """Keep vLLM from packing 16-bit weights, which no trainer could update on a CPU."""
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    patches.replace(module, "dispatch_cpu_unquantized_gemm", dispatch)
-
-
-Patches({"vllm.model_executor.layers.utils": multiply_by_the_weight}).install()
 platform_manager.set_platform(PlatformCPU())
 dist.init_process_group = one_backend(dist.init_process_group)
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the key of verl's own engines
