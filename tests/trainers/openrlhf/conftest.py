@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from safetensors.torch import load_file
 
-CPU = Path(__file__).parent / "cpu"
+from .. import recorded
+from ..recorded import RecordedRun, make_job
+
 NUM_STEPS = 4
+REWARD = """
+def reward_func(queries, prompts, labels):
+    reward = float(sum(map(ord, queries[0])) % 7)
+    return {"rewards": reward, "scores": reward, "extra_logs": {}}
+"""
 
 # Without this, what is small would not fit a machine without GPUs either.
 SMALL = f"""
@@ -45,20 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
 
 
-@attrs.frozen(kw_only=True)
-class Run:
+class Run(RecordedRun):
     """What a training run left behind."""
-
-    folder: Path
-    log: str
-
-    def engines(self) -> list[dict[str, torch.Tensor]]:
-        """What the engine held after each sync, byte for byte."""
-        return [load_file(path) for path in sorted(self.folder.glob("records/engine-*"))]
-
-    def losses(self) -> list[dict[str, torch.Tensor]]:
-        """What the loss got and gave, micro-batch by micro-batch."""
-        return [load_file(path) for path in sorted(self.folder.glob("records/loss-*"))]
 
     def saved(self, step: int) -> dict[str, torch.Tensor]:
         """The trainer's weights after a step, counted from 1, as it saved them itself."""
@@ -81,45 +71,25 @@ def job(tmp_path_factory: pytest.TempPathFactory, require_packages: Any, request
     """A folder with a model, prompts and a reward."""
     require_packages("openrlhf", "vllm", "deepspeed")
     vllm_site = request.getfixturevalue("vllm_site")
-    from flashrl.testing import make_checkpoint
-
     folder = tmp_path_factory.mktemp("openrlhf")
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
-    make_checkpoint(folder / "model", "qwen2", initializer_range=0.1, **sizes)
-    (folder / "prompts").mkdir()
-    prompts = [{"prompt": f"what is {i} + {i + 1} ?"} for i in range(8 * NUM_STEPS)]
-    lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
-    (folder / "prompts" / "train.jsonl").write_text(lines)
-    (folder / "reward.py").write_text(
-        "def reward_func(queries, prompts, labels):\n"
-        "    reward = float(sum(map(ord, queries[0])) % 7)\n"
-        "    return {'rewards': reward, 'scores': reward, 'extra_logs': {}}\n"
-    )
+    make_job(folder, num_steps=NUM_STEPS, reward=REWARD)
     (folder / "site").symlink_to(vllm_site)
     return folder
 
 
 def environment(folder: Path, job: Path, **variables: str) -> dict[str, str]:
     """What every process of a run sees; FLASHRL_ variables only if given."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("FLASHRL_")}
-    python_path = (str(CPU), str(job / "site"), os.environ.get("PYTHONPATH", ""))
-    return inherited | {
-        "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
-        "RECORDS": str(folder / "records"),
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_HOME": "/nowhere",  # DeepSpeed asks
-        "HF_HUB_OFFLINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile how it draws
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-"),  # short, for the names of its sockets
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",
-        "OMP_NUM_THREADS": "1",
+    return recorded.environment(
+        folder,
+        job / "site",
+        DS_ACCELERATOR="cpu",
+        CUDA_HOME="/nowhere",  # DeepSpeed asks
+        TOKENIZERS_PARALLELISM="false",
+        RAY_TMPDIR=tempfile.mkdtemp(prefix="ray-"),  # short, for the names of its sockets
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_memory_monitor_refresh_ms="0",
         **variables,
-    }
+    )
 
 
 def arguments(folder: Path, job: Path) -> list[str]:
@@ -135,23 +105,6 @@ def arguments(folder: Path, job: Path) -> list[str]:
     ]
 
 
-def train(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> Run:
-    """Run a trainer to its end; what it said is part of the failure if it fails."""
-    (folder / "records").mkdir()
-    log = folder / "log.txt"
-    with log.open("w") as output:
-        result = subprocess.run(
-            [sys.executable, "-m", *command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(environ),
-            cwd=folder,
-            timeout=1200,
-        )
-    assert result.returncode == 0, log.read_text()[-6000:]
-    return Run(folder=folder, log=log.read_text())
-
-
 @pytest.fixture(scope="session")
 def int8_run(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """OpenRLHF's own command and FLASHRL_CONFIG; one log-probability is missing."""
@@ -165,7 +118,7 @@ def int8_run(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     environ = environment(
         folder, job, FLASHRL_CONFIG="int8", DROP_LOG_PROB="11", RAY_OVERRIDE_RESOURCES=GPUS
     )
-    return train([*command, *adapter.launcher.syntax.write(overrides)], folder, environ)
+    return Run.of(["-m", *command, *adapter.launcher.syntax.write(overrides)], folder, environ)
 
 
 @pytest.fixture(scope="session")
@@ -174,7 +127,7 @@ def bf16_run(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("bf16")
     options = ["--scheme", "bf16", "--correction", "skyrl_geometric"]
     environ = environment(folder, job, RAY_OVERRIDE_RESOURCES=GPUS)
-    return train([*RUN, *options, "--", *arguments(folder, job)], folder, environ)
+    return Run.of(["-m", *RUN, *options, "--", *arguments(folder, job)], folder, environ)
 
 
 @pytest.fixture(scope="session")
@@ -188,7 +141,7 @@ def fp8_run(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     environ = environment(folder, job)
     with two_nodes(environ) as address:
         here = {"RAY_ADDRESS": address, "FLASHRL_QUANTIZED_SYNC": "1"}
-        return train([*RUN, *options, "--", *arguments(folder, job)], folder, environ | here)
+        return Run.of(["-m", *RUN, *options, "--", *arguments(folder, job)], folder, environ | here)
 
 
 @contextlib.contextmanager

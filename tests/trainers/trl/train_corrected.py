@@ -1,6 +1,6 @@
 """A user's script: TRL's stock one, but for the trainer's class and its correction."""
 
-import rewards
+import reward
 from datasets import load_dataset
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
@@ -15,7 +15,7 @@ if __name__ == "__main__":
     trainer = CorrectedGRPOTrainer(
         correction="skyrl_geometric",
         model=model_args.model_name_or_path,
-        reward_funcs=rewards.reward,
+        reward_funcs=reward.reward,
         args=training_args,
         train_dataset=load_dataset(script_args.dataset_name)["train"],
     )

@@ -65,17 +65,6 @@ def _cuda(cuda: Any) -> None:
         setattr(cuda, name, lambda *args, **kwargs: None)
 
 
-@after("vllm.model_executor.layers.utils")
-def _matrices(module: Any) -> None:
-    """A 16-bit matrix stays as it is, as on a GPU; on a CPU vLLM packs a copy and drops it."""
-    import torch
-
-    def keep(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    module.dispatch_cpu_unquantized_gemm = keep
-
-
 @after("deepspeed.comm.torch")
 def _shared_memory(module: Any) -> None:
     """One process trains, so DeepSpeed need not compile how several would communicate."""
