@@ -25,7 +25,7 @@ from flashrl.engines.sglang import compat
 from flashrl.session import Session
 from flashrl.testing import Checkpoint, make_checkpoint
 
-from .ways import ARGS, generate
+from .ways import ARGS, generate, load_from_disk
 
 INSTALLED = importlib.util.find_spec("sglang") is not None
 PURE = ("test_log_probs.py", "test_storage.py")
@@ -103,7 +103,7 @@ class EnginePool:
         waiting = self.idle.setdefault(architecture, [])
         if waiting:
             engine = waiting.pop()
-            success, message, *_ = engine.update_weights_from_disk(str(checkpoint))
+            success, message = load_from_disk(engine, checkpoint)
             assert success, message
         else:
             engine = self.start(checkpoint)

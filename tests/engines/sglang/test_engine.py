@@ -12,7 +12,7 @@ from flashrl.errors import EngineStateError, SchemeError, UnsupportedError, Weig
 from flashrl.session import Session
 from flashrl.testing import Checkpoint
 
-from .ways import push
+from .ways import load_from_disk, push
 
 Checkpoints = tuple[Checkpoint, Checkpoint]
 
@@ -27,7 +27,7 @@ def test_every_address_stays(session: Session, engine: Any, wide_checkpoints: Ch
     before = addresses()
     session.update_weights(wide_checkpoints[1].named_tensors())
     push(engine, list(wide_checkpoints[1].named_tensors()))
-    engine.update_weights_from_disk(str(wide_checkpoints[0].path))
+    load_from_disk(engine, wide_checkpoints[0].path)
     assert addresses() == before
     assert len(before) == len(session.engine.weights())
 

@@ -16,7 +16,7 @@ from flashrl.errors import EngineStateError
 from flashrl.session import Session
 from flashrl.testing import Checkpoint
 
-from .ways import GREEDY, PROMPTS, generate, push
+from .ways import GREEDY, PROMPTS, generate, load_from_disk, push
 
 Checkpoints = tuple[Checkpoint, Checkpoint]
 
@@ -111,7 +111,7 @@ def test_a_bad_checkpoint_on_disk_leaves_the_engine_alive(
     elif fault == "lacks one":
         del tensors[CULPRIT]
         save_as(path, wide_checkpoints[1], tensors)
-    success, message, *_ = engine.update_weights_from_disk(str(path))
+    success, message = load_from_disk(engine, path)
     assert not success
     if fault == "lacks one":
         assert CULPRIT in message

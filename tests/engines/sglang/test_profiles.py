@@ -18,7 +18,7 @@ from flashrl.errors import EngineStateError, ProfileError, SchemeError
 from flashrl.testing import Checkpoint
 
 from .smoothing import SOURCE, make_profile, smooth, weights
-from .ways import fused, generate, push
+from .ways import fused, generate, load_from_disk, push
 
 Checkpoints = tuple[Checkpoint, Checkpoint]
 
@@ -68,7 +68,7 @@ def test_every_way_in_is_smoothed(
         for load in (
             lambda pairs: push(plain, pairs),
             lambda pairs: push(plain, fused(pairs), load_format="direct"),
-            lambda pairs: plain.update_weights_from_disk(str(second.path)),
+            lambda pairs: load_from_disk(plain, second.path),
         ):
             session.update_weights(first.named_tensors())
             success, message, *_ = load(list(weights(second).items()))

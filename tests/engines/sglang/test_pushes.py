@@ -16,7 +16,7 @@ from flashrl.core.updates.quantized import quantize_tensors
 from flashrl.session import Session
 from flashrl.testing import Checkpoint
 
-from .ways import GREEDY, PROMPTS, broadcast_group, bucket, fused, generate, push
+from .ways import GREEDY, PROMPTS, broadcast_group, bucket, fused, generate, load_from_disk, push
 
 Checkpoints = tuple[Checkpoint, Checkpoint]
 Push = Callable[[Checkpoint], None]
@@ -54,7 +54,7 @@ def way_in(way: str, session: Session, engine: Any) -> Iterator[Push]:
         "flattened_bucket": by_bucket,
         "direct": by_direct,
         "one by one": one_by_one,
-        "disk": lambda checkpoint: succeed(engine.update_weights_from_disk(str(checkpoint.path))),
+        "disk": lambda checkpoint: succeed(load_from_disk(engine, checkpoint.path)),
     }[way]
 
 

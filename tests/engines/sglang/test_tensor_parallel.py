@@ -16,7 +16,7 @@ from flashrl.core.updates.quantized import quantize_tensors
 from flashrl.errors import UnsupportedError, WeightUpdateError
 from flashrl.testing import Checkpoint
 
-from .ways import generate, push
+from .ways import generate, load_from_disk, push
 
 Checkpoints = tuple[Checkpoint, Checkpoint]
 
@@ -47,7 +47,7 @@ def test_alternating_pushes_equal_the_reference(
     for step in range(4):
         which = step % 2
         if step < 2:
-            assert engine.update_weights_from_disk(str(checkpoints[which].path))[0]
+            assert load_from_disk(engine, checkpoints[which].path)[0]
         else:
             session.update_weights(checkpoints[which].named_tensors())
         assert session.verify(checkpoints[which].named_tensors()).ok

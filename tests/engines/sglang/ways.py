@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +39,23 @@ def generate(engine: Any, **params: Any) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
-@contextmanager
-def sglang_session(engine: Any) -> Iterator[None]:
-    """What newer versions want around pushes, once the engine counts every request as finished."""
+def settle(engine: Any) -> None:
+    """Wait until the engine counts every request as finished, which it does after it answers."""
     while not engine.flush_cache().success:
         time.sleep(0.02)
+
+
+def load_from_disk(engine: Any, folder: Path) -> tuple[bool, str]:
+    """SGLang's own call, which fails while a request is not counted as finished."""
+    settle(engine)
+    success, message, *_ = engine.update_weights_from_disk(str(folder))
+    return success, message
+
+
+@contextmanager
+def sglang_session(engine: Any) -> Iterator[None]:
+    """What newer versions want around pushes."""
+    settle(engine)
     if not hasattr(engine, "begin_weight_update"):
         yield
         return
