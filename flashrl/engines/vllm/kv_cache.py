@@ -132,13 +132,10 @@ class CacheScales:
             del attention.layer.process_weights_after_loading
 
     def refresh(self, loaded: Collection[str] | None = None) -> None:
-        """Make scales follow weights.
+        """Make scales follow weights; those of weights that are not finite stay.
 
         Args:
             loaded: Names of the engine's parameters that changed; all without it.
-
-        Raises:
-            NonFiniteError: The weights are not finite.
         """
         changed = [
             attention
@@ -151,9 +148,14 @@ class CacheScales:
             bounds = torch.stack([attention.bounds() for attention in changed]).tolist()
         moved = []
         for attention, found in zip(changed, bounds, strict=True):
-            scales = tuple(map(choose_cache_scale, found))
+            before = self._held.get(attention.name)
+            # Whoever loads weights that are not finite says which.
+            finite = all(map(math.isfinite, found))
+            scales = tuple(map(choose_cache_scale, found)) if finite else before
+            if scales is None:
+                continue
             _set(attention.layer, scales)
-            if self._held.get(attention.name, scales) != scales:
+            if before not in (None, scales):
                 moved.append(attention.name)
             self._held[attention.name] = scales
         if moved:
