@@ -17,7 +17,9 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Patches"]
+from flashrl.trainers import logs
+
+__all__ = ["Patches", "Plugin"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,21 @@ class Patches(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self)
         return spec
+
+
+@attrs.define(eq=False)
+class Plugin(Patches):
+    """Changes to a trainer; while they are in place, our warnings are heard."""
+
+    def install(self) -> None:
+        """Change the trainer in this process, now or when it is imported; idempotent."""
+        logs.speak()
+        super().install()
+
+    def uninstall(self) -> None:
+        """Put the trainer's own functions back."""
+        super().uninstall()
+        logs.fall_silent()
 
 
 @attrs.define(eq=False)

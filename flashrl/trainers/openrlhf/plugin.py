@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 from flashrl.core.config import load_config
-from flashrl.trainers import logs
 from flashrl.trainers.openrlhf import actor, batch, loss, options, rollouts, transfer
-from flashrl.trainers.patches import Patches
+from flashrl.trainers.patches import Patches, Plugin
 
-__all__ = ["PATCHES", "install", "register", "uninstall"]
+__all__ = ["PLUGIN", "install", "register", "uninstall"]
 
 
 def _guard_rollouts(patches: Patches, module: Any) -> None:
@@ -63,7 +62,7 @@ def _correct_loss(patches: Patches, module: Any) -> None:
         patches.replace(cls, "forward", loss.corrected(cls.forward, config))
 
 
-PATCHES = Patches(
+PLUGIN = Plugin(
     {
         "openrlhf.utils.agent": _guard_rollouts,
         "vllm.v1.engine.async_llm": _count_syncs,
@@ -73,21 +72,10 @@ PATCHES = Patches(
         "openrlhf.models.loss": _correct_loss,
     }
 )
+install, uninstall = PLUGIN.install, PLUGIN.uninstall
 
 
 def register() -> None:
     """Called by vLLM in each of its processes; does something where FLASHRL_CONFIG is set."""
     if load_config() is not None:
         install()
-
-
-def install() -> None:
-    """Wrap these functions in this process, now or when they are imported; idempotent."""
-    logs.speak()
-    PATCHES.install()
-
-
-def uninstall() -> None:
-    """Put OpenRLHF's own functions back."""
-    PATCHES.uninstall()
-    logs.fall_silent()

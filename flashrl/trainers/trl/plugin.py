@@ -14,13 +14,13 @@ from typing import Any
 
 from flashrl.core.config import load_config
 from flashrl.core.schemes import QuantScheme
-from flashrl.trainers import guards, logs
+from flashrl.trainers import guards
 from flashrl.trainers.metrics import PREFIX, measure_correction, scheme_metrics
-from flashrl.trainers.patches import Patches
+from flashrl.trainers.patches import Patches, Plugin
 from flashrl.trainers.trl.batches import log_metrics, log_value, loss_mask
 from flashrl.trainers.trl.options import read_options
 
-__all__ = ["PATCHES", "install", "register", "uninstall"]
+__all__ = ["PLUGIN", "install", "register", "uninstall"]
 
 _Method = Callable[..., Any]
 
@@ -42,30 +42,19 @@ def _time_sync(patches: Patches, module: Any) -> None:
     patches.replace(cls, "sync_weights", timed(cls.sync_weights))
 
 
-PATCHES = Patches(
+PLUGIN = Plugin(
     {
         "trl.trainer.grpo_trainer": _extend_trainer,
         "trl.generation.vllm_generation": _time_sync,
     }
 )
+install, uninstall = PLUGIN.install, PLUGIN.uninstall
 
 
 def register() -> None:
     """Called by vLLM in each of its processes; does something where FLASHRL_CONFIG is set."""
     if load_config() is not None:
         install()
-
-
-def install() -> None:
-    """Wrap these functions in this process, now or when they are imported; idempotent."""
-    logs.speak()
-    PATCHES.install()
-
-
-def uninstall() -> None:
-    """Put TRL's own functions back."""
-    PATCHES.uninstall()
-    logs.fall_silent()
 
 
 def guarded(generate: _Method) -> _Method:

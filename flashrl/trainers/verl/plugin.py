@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashrl.trainers import logs
-from flashrl.trainers.patches import Patches
+from flashrl.trainers.patches import Patches, Plugin
 from flashrl.trainers.verl import bypass, correction, environment, replica, sender, trainer
 
-__all__ = ["PATCHES", "install", "uninstall"]
+__all__ = ["PLUGIN", "install", "uninstall"]
 
 
 def _carry_environment(patches: Patches, module: Any) -> None:
@@ -66,7 +65,7 @@ def _send_quantized(patches: Patches, module: Any) -> None:
     patches.replace(cls, "update_weights", sender.quantized(cls.update_weights))
 
 
-PATCHES = Patches(
+PLUGIN = Plugin(
     {
         "verl.trainer.constants_ppo": _carry_environment,
         "verl.trainer.ppo.rollout_corr_helper": _guard_correction,
@@ -78,15 +77,4 @@ PATCHES = Patches(
         "verl.workers.rollout.sglang_rollout.sglang_rollout": _send_quantized,
     }
 )
-
-
-def install() -> None:
-    """Wrap these functions in this process, now or when they are imported; idempotent."""
-    logs.speak()
-    PATCHES.install()
-
-
-def uninstall() -> None:
-    """Put verl's own functions back."""
-    PATCHES.uninstall()
-    logs.fall_silent()
+install, uninstall = PLUGIN.install, PLUGIN.uninstall
