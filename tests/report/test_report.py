@@ -15,6 +15,7 @@ import pytest
 
 from flashrl.errors import ConfigError, MissingDependencyError
 from flashrl.report import RunWriter, read_runs, summarize, write_report
+from flashrl.report.records import Histogram
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -289,3 +290,34 @@ def test_other_formats_come_in_through_a_reader(tmp_path: Path) -> None:
 
     [run] = read_runs(tmp_path, readers=[Fixed()])
     assert run.series("reward") == ([7], [1.0])
+
+
+def test_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """A checkpoint of step 2, a run killed in step 4: 3 and the half line of 4 are done anew."""
+    with RunWriter(tmp_path, "a", title="first") as writer:
+        for step in (1, 2, 3):
+            writer.step({"step": step, "reward": float(step)})
+            writer.histogram(Histogram(step=step, edges=[0.0, 1.0], counts=[step]))
+    path = tmp_path / "run-a.jsonl"
+    path.write_text(path.read_text() + '{"kind": "step", "st')
+    with RunWriter(tmp_path, "a", resume_after=2, title="second") as writer:
+        for step in (3, 4):
+            writer.step({"step": step, "reward": -float(step)})
+    [run] = read_runs(tmp_path)
+    assert run.series("reward") == ([1, 2, 3, 4], [1.0, 2.0, -3.0, -4.0])
+    assert [histogram.step for histogram in run.histograms] == [1, 2]
+    assert (run.title, run.status) == ("first", "complete")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_resuming_what_left_no_record_starts_one(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, "a", resume_after=7, title="A") as writer:
+        writer.step({"step": 8})
+    [run] = read_runs(tmp_path)
+    assert (run.title, len(run.steps)) == ("A", 1)
+
+
+def test_damaged_compressed_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run-a.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match=r"run-a\.jsonl\.gz cannot be read"):
+        read_runs(tmp_path)
