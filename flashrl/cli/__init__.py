@@ -13,9 +13,9 @@ import os
 import click
 
 from flashrl import __version__
-from flashrl.cli._logging import configure_logging
 from flashrl.cli._output import CheckFailure, Failure
 from flashrl.core.environment import EnvironmentOptions
+from flashrl.core.logs import configure_logging
 from flashrl.errors import FlashRLError, VerificationError
 
 __all__ = ["COMMANDS", "main"]

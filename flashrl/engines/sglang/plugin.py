@@ -33,8 +33,10 @@ def register() -> None:
 
 
 def _set_up() -> None:
+    from flashrl.core.logs import follow_environment
     from flashrl.engines.sglang import entries
 
+    follow_environment()
     _add_to_sglang()
     if "FLASHRL_CONFIG" in os.environ:
         entries.check_entries()

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from flashrl.core.config import EnvironmentOptions, load_config
+from flashrl.core.logs import follow_environment
 
 __all__ = ["register"]
 
@@ -13,6 +14,7 @@ __all__ = ["register"]
 @functools.cache
 def register() -> None:
     """Make FlashRL's quantizations known; with FLASHRL_CONFIG set, use them.  Idempotent."""
+    follow_environment()
     from flashrl.engines.vllm import compat, quantization
 
     quantization.register()
