@@ -189,7 +189,8 @@ def openrlhf(session: nox.Session) -> None:
     install(session, "--no-deps", "--use-pep517", "deepspeed==0.19.6", env={"DS_BUILD_OPS": "0"})
     install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
     session.run(
-        *("pytest", "tests/trainers/openrlhf", "tests/trainers/trl", "--durations=10"),
+        *("pytest", "tests/trainers/openrlhf", "tests/trainers/trl", "tests/examples"),
+        "--durations=10",
         *session.posargs,
         env={"OMP_NUM_THREADS": "1", "FLASHRL_REQUIRE_TRAINER": "openrlhf"},
     )
