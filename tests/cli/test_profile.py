@@ -200,9 +200,13 @@ class TestFromAPair:
         assert result.exit_code == 2
         assert not output.exists()
 
-    def test_peak_memory_is_that_of_a_few_tensors(self, tmp_path: Path) -> None:
-        """Of 128 weights one is 1 MB and its copy half of that; the pair is 192 MB."""
-        size, hidden, num_layers = 1024, 512, 128
+    @pytest.mark.parametrize(
+        ("num_layers", "size", "hidden"), [(128, 1024, 512), (3, 8192, 4096)], ids=["many", "large"]
+    )
+    def test_peak_memory_is_that_of_a_few_tensors(
+        self, tmp_path: Path, num_layers: int, size: int, hidden: int
+    ) -> None:
+        """Of many weights, and of some rows where one is large: 64 MB, and its copy half of that."""
         generator = torch.Generator().manual_seed(0)
         for layer in range(num_layers):
             weight = torch.randn(size, hidden, generator=generator).to(torch.bfloat16)
