@@ -206,7 +206,7 @@ class TestFromAPair:
     def test_peak_memory_is_that_of_a_few_tensors(
         self, tmp_path: Path, num_layers: int, size: int, hidden: int
     ) -> None:
-        """Of many weights, and of some rows where one is large: 64 MB, and its copy half of that."""
+        """Of many weights, and of rows where one is large: 64 MB, and its copy half of that."""
         generator = torch.Generator().manual_seed(0)
         for layer in range(num_layers):
             weight = torch.randn(size, hidden, generator=generator).to(torch.bfloat16)
