@@ -178,6 +178,23 @@ def verl(session: nox.Session) -> None:
     )
 
 
+@nox.session(name="verl-sglang", python=PYTHON, tags=["full"])
+def verl_sglang(session: nox.Session) -> None:
+    """Train with verl's own trainer and SGLang, on a CPU."""
+    # verl excludes the transformers that this SGLang pins.
+    pins = ("transformers==5.9.0", "tokenizers==0.22.2")
+    install(session, TORCH)
+    install(session, TRITON, *SGLANG_IMPORTS, *SGLANG["0.5.12"][2:], *pins, "soundfile", TORCH)
+    install(session, "--no-deps", "sglang==0.5.12", *SGLANG_KERNELS["0.5.12"])
+    install(session, "verl==0.9.1", *VERL_IMPORTS[1:], "cachetools", *pins, TORCH)
+    install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    session.run(
+        *("pytest", "tests/trainers/verl/test_training.py", "-k", "sglang", "--durations=10"),
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1", "FLASHRL_REQUIRE_TRAINER": "sglang"},
+    )
+
+
 @nox.session(python=PYTHON, tags=["full"])
 def openrlhf(session: nox.Session) -> None:
     """Train with OpenRLHF's and TRL's own trainers and vLLM, on a CPU."""
