@@ -45,6 +45,7 @@ PROMPTS = [[5, 9, 17, 4], [30, 31, 32, 33, 34, 35, 36], [200]]
 _HERE = Path(__file__).parent
 _engines: list[Any] = []
 _paths: list[tuple[str, ...]] = []
+_figures: list[str] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,11 +61,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """A row for each path that weights took: pushes, layers equal, addresses kept."""
+    """What was measured, and a row for each path that weights took: pushes, equal, kept."""
+    if _figures:
+        terminalreporter.section("log-probs of SmolLM2 in vLLM, against Hugging Face in float32")
+        for line in _figures:
+            terminalreporter.write_line(line)
     if _paths:
         terminalreporter.section("weights into vLLM")
         for row in _paths:
             terminalreporter.write_line("  ".join(f"{cell:<20}" for cell in row))
+
+
+def note_figure(line: str) -> None:
+    """Add a line to what was measured."""
+    _figures.append(line)
 
 
 def note_path(*cells: str) -> None:
