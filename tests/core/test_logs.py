@@ -82,6 +82,23 @@ def test_a_second_call_adds_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "flashrl.log").read_text().count("once") == 1
 
 
+def test_a_command_replaces_what_was_set_up() -> None:
+    for level in ("INFO", "DEBUG"):
+        configure_logging(EnvironmentOptions(logging_level=level))
+    assert len([h for h in ours.handlers if not isinstance(h, logging.NullHandler)]) == 1
+    assert ours.level == logging.DEBUG
+
+
+def test_handlers_that_do_not_get_our_records_do_not_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Pytest's are on the root, and our logger does not propagate to it."""
+    ours.propagate = False
+    follow_environment({LEVEL: "INFO"})
+    logging.getLogger("flashrl.core").info("alone")
+    assert capsys.readouterr().err.count("alone") == 1
+
+
 def test_what_a_command_set_up_stays(tmp_path: Path) -> None:
     configure_logging(EnvironmentOptions(logging_level="ERROR"))
     handlers = ours.handlers[:]
