@@ -8,10 +8,9 @@ so our logger gets a handler of its own there.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
-from flashrl.core.environment import EnvironmentOptions
+from flashrl.core.logs import follow_environment
 
 __all__ = ["fall_silent", "speak"]
 
@@ -22,16 +21,16 @@ _handlers: list[logging.Handler] = []
 def speak() -> None:
     """Send our warnings to stderr whatever happens to the root logger; idempotent.
 
-    FLASHRL_LOGGING_LEVEL, if it is set, says from which level on.
+    FLASHRL_LOGGING_LEVEL and FLASHRL_LOGGING_FILE go first: they say from which level on, and
+    whether to a file too.
     """
+    follow_environment()
     if any(not isinstance(handler, logging.NullHandler) for handler in _logger.handlers):
         return
-    asked = os.environ.get("FLASHRL_LOGGING_LEVEL", "").strip()
-    level = EnvironmentOptions.from_environ().logging_level if asked else "WARNING"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     _logger.addHandler(handler)
-    _logger.setLevel(level)
+    _logger.setLevel(logging.WARNING)
     _logger.propagate = False
     _handlers.append(handler)
 
