@@ -16,8 +16,8 @@ from flashrl.report.curves import JUDGED, OTHERS, Curve, compute_band
 from flashrl.report.drawing import SIZE, Panel, use_log_scale
 from flashrl.report.figures import draw_time
 from flashrl.report.groups import Group
-from flashrl.report.summary import mean_parts
 from flashrl.report.theme import COLORS, RC, color_of_run
+from flashrl.report.timing import mean_parts
 
 __all__ = ["draw_condition", "draw_differences"]
 

@@ -20,7 +20,7 @@ from flashrl.report.significance import (
     compare_pairs,
     estimate_mean,
 )
-from flashrl.report.summary import mean_parts
+from flashrl.report.timing import mean_parts
 
 __all__ = ["ALPHA", "Comparison", "Outcome", "Test", "compare_groups"]
 

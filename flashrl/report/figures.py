@@ -23,8 +23,8 @@ from flashrl.report.drawing import (
     use_log_scale,
 )
 from flashrl.report.records import Run
-from flashrl.report.summary import mean_seconds
 from flashrl.report.theme import COLORS, RC, color_of_part, color_of_run
+from flashrl.report.timing import mean_seconds
 
 __all__ = ["draw_panels", "draw_time"]
 

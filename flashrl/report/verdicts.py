@@ -11,8 +11,8 @@ from flashrl.report.findings import show_small
 from flashrl.report.groups import Group
 from flashrl.report.records import Run
 from flashrl.report.significance import Interval
-from flashrl.report.summary import mean_parts
 from flashrl.report.table import MISSING, Heading, Table
+from flashrl.report.timing import mean_parts
 
 __all__ = ["find_in_experiment", "tabulate_condition", "tabulate_corrections"]
 

@@ -21,7 +21,7 @@ from flashrl.report import RunWriter, read_runs, summarize, write_report  # noqa
 from flashrl.report.comparison import compare_groups  # noqa: E402
 from flashrl.report.curves import compute_band  # noqa: E402
 from flashrl.report.records import Histogram  # noqa: E402
-from flashrl.report.summary import mean_seconds  # noqa: E402
+from flashrl.report.timing import mean_seconds  # noqa: E402
 
 ARMS = {"int8_tis": ["bf16", "int8"], "int8": ["bf16"], "bf16": []}
 FINAL = {  # condition, arm → what each seed ends with
