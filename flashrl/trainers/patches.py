@@ -108,12 +108,26 @@ class Patches(importlib.abc.MetaPathFinder):
 
 @attrs.define(eq=False)
 class Plugin(Patches):
-    """Changes to a trainer; while they are in place, our warnings are heard."""
+    """Changes to a trainer; in a process that imports it our warnings are heard.
+
+    An engine that was started without it has a log of its own, which is left alone.
+    """
+
+    @property
+    def _trainers(self) -> set[str]:
+        return {name.partition(".")[0] for name in self.changes} - {"vllm", "sglang"}
 
     def install(self) -> None:
         """Change the trainer in this process, now or when it is imported; idempotent."""
-        logs.speak()
+        if not self._trainers.isdisjoint(sys.modules):
+            logs.speak()
         super().install()
+
+    def apply(self, module: ModuleType) -> None:
+        """As :meth:`Patches.apply`."""
+        if module.__name__.partition(".")[0] in self._trainers:
+            logs.speak()
+        super().apply(module)
 
     def uninstall(self) -> None:
         """Put the trainer's own functions back."""

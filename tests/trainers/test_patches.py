@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flashrl.trainers.patches import Patches
+from flashrl.trainers.patches import Patches, Plugin
 
 
 @pytest.fixture
@@ -107,3 +107,32 @@ def test_what_is_not_as_expected_breaks_no_import(
         assert imported(name).step() == "its own"
     patches.uninstall()
     assert "a_framework is not as expected; not done: Change what is not there." in caplog.text
+
+
+def test_a_plugin_of_a_trainer_that_is_not_there_leaves_the_log_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM calls our trainers' plugins in every process, also where nobody trains."""
+    logger = logging.getLogger("flashrl")
+    plugin = Plugin({"vllm.never": lambda *_: None, "no_such_trainer.loss": lambda *_: None})
+    plugin.install()
+    try:
+        assert logger.propagate
+        assert logger.level == logging.NOTSET
+        with caplog.at_level(logging.INFO):
+            logger.info("heard by whoever listens")
+        assert "heard by whoever listens" in caplog.text
+    finally:
+        plugin.uninstall()
+
+
+def test_a_plugin_of_a_trainer_that_is_there_is_heard() -> None:
+    logger = logging.getLogger("flashrl")
+    plugin = Plugin({"logging.never": lambda *_: None})
+    plugin.install()
+    try:
+        assert not logger.propagate
+        assert logger.level == logging.WARNING
+    finally:
+        plugin.uninstall()
+    assert logger.propagate

@@ -83,6 +83,14 @@ class Run:
         found = re.findall(rf"step:\d.* - {re.escape(name)}:([-+0-9.e]+)", self.log)
         return [float(value) for value in found]
 
+    def count_in_wandb(self, name: str) -> int:
+        """How often a metric stands in the file that W&B would send later.
+
+        That holds the console too, where a colon follows the name.
+        """
+        (file,) = self.folder.glob("wandb/offline-run-*/run-*.wandb")
+        return len(re.findall(re.escape(name).encode() + rb"(?![:\w])", file.read_bytes()))
+
     def engines(self, replica: int) -> list[Engine]:
         """A replica's engine after each sync."""
         files = sorted((self.folder / "observed" / f"replica-{replica}").glob("sync-*"))
@@ -238,15 +246,20 @@ def sglang_run(
     tmp_path_factory: pytest.TempPathFactory,
     require_packages: Any,
 ) -> Run:
-    """SGLang: one replica generates in INT8, and gets its weights so, and one in BF16."""
+    """SGLang: one replica generates in INT8, and gets its weights so, and one in BF16; W&B too."""
     require_packages("sglang")
     folder = tmp_path_factory.mktemp("sglang")
     (folder / "model").symlink_to(job / "model")
     (folder / "hybrid.yaml").write_text("configs:\n- {fn: int8, correction: tis}\n- {fn: bf16}\n")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments(folder, job, "sglang")]
-    variables = {"FLASHRL_CONFIG": "hybrid.yaml", "FLASHRL_QUANTIZED_SYNC": "1"}
+    variables = {
+        "FLASHRL_CONFIG": "hybrid.yaml",
+        "FLASHRL_QUANTIZED_SYNC": "1",
+        "WANDB_DIR": str(folder),
+        "WANDB_MODE": "offline",
+    }
     return train(
-        [*command, *one_node(2)],
+        [*command, *one_node(2), "trainer.logger=[console,tensorboard,wandb]"],
         folder,
         {**environ, **observed_in(folder), **on_sglang(folder / "site"), **variables},
     )

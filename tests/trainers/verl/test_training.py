@@ -115,6 +115,11 @@ def test_the_mismatch_is_small_finite_and_in_both_logs(run: Any) -> None:
     assert all(map(math.isfinite, run.scalars("actor/grad_norm")))
 
 
+def test_metrics_beside_sglang_stand_in_wandb_too(sglang_run: Any) -> None:
+    for name in (*METRICS, "num_unusable", "update_ms", "version_lag"):
+        assert sglang_run.count_in_wandb(f"flashrl/{name}") >= sglang_run.num_steps
+
+
 def test_metrics_equal_what_verl_measures_itself(int8_run: Any) -> None:
     for ours, verls in (("kl", "k3_kl"), ("ess", "rollout_is_eff_sample_size")):
         assert int8_run.scalars(f"flashrl/{ours}") == pytest.approx(
