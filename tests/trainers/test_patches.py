@@ -109,11 +109,24 @@ def test_what_is_not_as_expected_breaks_no_import(
     assert "a_framework is not as expected; not done: Change what is not there." in caplog.text
 
 
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """Our logger as a process finds it that nobody has asked to speak."""
+    logger = logging.getLogger("flashrl")
+    level = logger.level
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(logger, "propagate", True)
+    for variable in ("FLASHRL_LOGGING_LEVEL", "FLASHRL_LOGGING_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.setLevel(level)
+
+
 def test_a_plugin_of_a_trainer_that_is_not_there_leaves_the_log_alone(
-    caplog: pytest.LogCaptureFixture,
+    logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM calls our trainers' plugins in every process, also where nobody trains."""
-    logger = logging.getLogger("flashrl")
     plugin = Plugin({"vllm.never": lambda *_: None, "no_such_trainer.loss": lambda *_: None})
     plugin.install()
     try:
@@ -126,8 +139,7 @@ def test_a_plugin_of_a_trainer_that_is_not_there_leaves_the_log_alone(
         plugin.uninstall()
 
 
-def test_a_plugin_of_a_trainer_that_is_there_is_heard() -> None:
-    logger = logging.getLogger("flashrl")
+def test_a_plugin_of_a_trainer_that_is_there_is_heard(logger: logging.Logger) -> None:
     plugin = Plugin({"logging.never": lambda *_: None})
     plugin.install()
     try:
